@@ -1,0 +1,119 @@
+"""Named axes of ranks. The mesh gives ranks their names; the arithmetic knows only integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+from restride.algebra._checks import require_int
+from restride.errors import LayoutError
+
+__all__ = ["Mesh", "MeshLike", "as_mesh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes with sizes; a rank is the row-major index of its coordinates.
+
+    Called `DeviceMesh` in PyTorch and `Mesh` in JAX.
+
+    Attributes:
+        axes: (name, size) of each axis, outermost first. Sizes are at least 1.
+
+    Raises:
+        LayoutError: A name is empty or repeated, or a size is below 1.
+
+    Examples:
+        >>> mesh = Mesh((("dp", 2), ("tp", 4)))
+        >>> mesh.size, mesh.coordinates(6)
+        (8, {'dp': 1, 'tp': 2})
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes]
+        for name, size in self.axes:
+            if not isinstance(name, str) or not name.isidentifier():
+                msg = f"mesh axis name {name!r} is not an identifier"
+                raise LayoutError(msg)
+            require_int(f"size of mesh axis {name!r}", size, at_least=1)
+        if len(set(names)) != len(names):
+            msg = f"mesh axes {', '.join(names)} are not all different"
+            raise LayoutError(msg)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(size for _, size in self.axes)
+
+    def axis_size(self, name: str) -> int:
+        """Size of the axis called `name`.
+
+        Raises:
+            LayoutError: The mesh has no such axis.
+        """
+        return self.axes[self._position(name)][1]
+
+    def axis_stride(self, name: str) -> int:
+        """Distance in ranks between two neighbours along the axis called `name`.
+
+        Raises:
+            LayoutError: The mesh has no such axis.
+        """
+        return prod(size for _, size in self.axes[self._position(name) + 1 :])
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Coordinates of `rank`, by axis name.
+
+        Raises:
+            LayoutError: The rank is not on the mesh.
+        """
+        if not 0 <= rank < self.size:
+            msg = f"rank {rank} is not on a mesh of {self.size} ranks"
+            raise LayoutError(msg)
+        return {name: rank // self.axis_stride(name) % size for name, size in self.axes}
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+    def _position(self, name: str) -> int:
+        for position, (candidate, _) in enumerate(self.axes):
+            if candidate == name:
+                return position
+        msg = f"the mesh {self} has no axis {name!r}"
+        raise LayoutError(msg)
+
+
+MeshLike: TypeAlias = Mesh | Mapping[str, int] | str
+
+
+def as_mesh(mesh: MeshLike) -> Mesh:
+    """Accept a mesh as users write it: a `Mesh`, a mapping, or text such as ``"tp=4,dp=2"``.
+
+    Raises:
+        LayoutError: The text does not read ``name=size,name=size``, or the sizes are no mesh.
+
+    Examples:
+        >>> as_mesh("tp=4,dp=2") == as_mesh({"tp": 4, "dp": 2})
+        True
+    """
+    match mesh:
+        case Mesh():
+            return mesh
+        case str():
+            return Mesh(tuple(_parse_axis(part, mesh) for part in mesh.split(",")))
+        case Mapping():
+            return Mesh(tuple(mesh.items()))
+        case _:
+            msg = f"a mesh is a mapping or text such as 'tp=4,dp=2', got {mesh!r}"
+            raise LayoutError(msg)
+
+
+def _parse_axis(part: str, text: str) -> tuple[str, int]:
+    name, _, size = part.partition("=")
+    if not size.strip().isascii() or not size.strip().isdigit():
+        raise LayoutError(f"mesh {text!r} has no size in {part!r}", remedy="write it as tp=4,dp=2")
+    return name.strip(), int(size)

@@ -1,0 +1,96 @@
+"""Inert values: what a hostile file may say, as data. Nothing here can run.
+
+A pickle stream is read into plain Python scalars and containers plus the classes below. A class or
+function that the stream names is a `GlobalName`; an object the stream would have built is a
+`Constructed`, which records how it would have been built. Tensors are `StoredTensor`: a place in a
+file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from restride.checkpoint.dtypes import DType
+
+__all__ = ["Constructed", "GlobalName", "Storage", "StoredTensor", "Value"]
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalName:
+    """A name that the stream refers to; it is never looked up."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One block of bytes of a file that tensors are views of.
+
+    Attributes:
+        file: Name of the file, as the reader was given it.
+        key: Name of the record inside the file.
+        dtype: Element type of the storage.
+        start_nbytes: First byte in the file.
+        nbytes: Length in bytes.
+    """
+
+    file: str
+    key: str
+    dtype: DType
+    start_nbytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A strided view of a storage. Its bounds have been checked.
+
+    Attributes:
+        storage: The bytes.
+        storage_base: Index, in elements, of the first element inside the storage.
+        shape: Sizes.
+        strides: Distance between steps of each dimension, in elements, at least 0.
+    """
+
+    storage: Storage
+    storage_base: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def start_nbytes(self) -> int:
+        """Byte of the file where the first element stands."""
+        return self.storage.start_nbytes + self.storage_base * self.storage.dtype.itemsize_nbytes
+
+
+@dataclass(slots=True, eq=False)
+class Constructed:
+    """An object that the stream would have built by calling something.
+
+    Attributes:
+        constructor: What would have been called.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call, where the opcode has them.
+        state: What would have been given to ``__setstate__`` or ``__dict__``, or None.
+        items: What would have been appended.
+        pairs: What would have been set by key.
+    """
+
+    constructor: Value
+    args: tuple[Value, ...] = ()
+    kwargs: dict[Value, Value] = field(default_factory=dict)
+    state: Value = None
+    items: list[Value] = field(default_factory=list)
+    pairs: list[tuple[Value, Value]] = field(default_factory=list)
+
+
+Value: TypeAlias = (
+    "None | bool | int | float | complex | str | bytes | bytearray | list[Value] | tuple[Value, ...]"
+    " | dict[Value, Value] | set[Value] | frozenset[Value] | GlobalName | Constructed | Storage | StoredTensor"
+)

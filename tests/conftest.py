@@ -1,0 +1,35 @@
+"""Profiles, and the place of the shared real checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dev", max_examples=50, **_COMMON)
+settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
+settings.register_profile("nightly", max_examples=3000, **_COMMON)
+settings.load_profile(
+    os.environ.get("RESTRIDE_HYPOTHESIS", "ci" if os.environ.get("CI") else "dev")
+)
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def find_shared() -> Path | None:
+    """Folder with the real checkpoints: RESTRIDE_SHARED, or `shared` beside the repository."""
+    named = os.environ.get("RESTRIDE_SHARED")
+    candidates = [Path(named)] if named else [_ROOT.parent / "shared"]
+    return next((path for path in candidates if (path / "checkpoints").is_dir()), None)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Folder with `checkpoints/` and `recipes/`; the test is skipped where it is not laid out."""
+    found = find_shared()
+    if found is None:
+        pytest.skip("the shared real checkpoints are not beside the repository")
+    return found
