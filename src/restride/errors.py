@@ -3,8 +3,8 @@
 A leaf module: it imports nothing from the package, so any layer may raise.
 
 All of them read ``<where>: <what is wrong with the numbers>; <what would work>``. The place grows
-on the way up: the algebra knows a piece and an element, the checkpoint layer adds the tensor and the
-rank, a format adds the file. Each layer adds what it knows with `RestrideError.located`.
+on the way up: the algebra knows a piece and an element, the checkpoint layer adds the tensor and
+the rank, a format adds the file. Each layer adds what it knows with `RestrideError.located`.
 """
 
 from __future__ import annotations

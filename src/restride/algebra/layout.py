@@ -97,8 +97,10 @@ class Layout:
             _require_shape("shard shape", shape)
         total = sum(count for count, _ in self.shard_shapes)
         if total != self.mesh.size:
-            msg = f"shard shapes are given for {total} ranks, the mesh {self.mesh} has {self.mesh.size}"
-            raise LayoutError(msg)
+            raise LayoutError(
+                f"shard shapes are given for {total} ranks, "
+                f"the mesh {self.mesh} has {self.mesh.size}"
+            )
         if self.unit_bits is not None:
             require_int("unit_bits", self.unit_bits, at_least=1)
         for number, piece in enumerate(self.all_pieces):

@@ -36,7 +36,7 @@ class Mesh:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
         for name, size in self.axes:
-            if not isinstance(name, str) or not name.isidentifier():
+            if not str(name).isidentifier():
                 msg = f"mesh axis name {name!r} is not an identifier"
                 raise LayoutError(msg)
             require_int(f"size of mesh axis {name!r}", size, at_least=1)
@@ -107,9 +107,7 @@ def as_mesh(mesh: MeshLike) -> Mesh:
             return Mesh(tuple(_parse_axis(part, mesh) for part in mesh.split(",")))
         case Mapping():
             return Mesh(tuple(mesh.items()))
-        case _:
-            msg = f"a mesh is a mapping or text such as 'tp=4,dp=2', got {mesh!r}"
-            raise LayoutError(msg)
+    raise LayoutError(f"a mesh is a mapping or text such as 'tp=4,dp=2', got {mesh!r}")
 
 
 def _parse_axis(part: str, text: str) -> tuple[str, int]:

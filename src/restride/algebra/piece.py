@@ -6,8 +6,9 @@ A piece is a nest of axes with three bases. Step x of its loops stands at
     rank  = rank_base  + sum x_i * rank_stride_i      who holds it
     shard = shard_base + sum x_i * shard_stride_i     where it is in that rank's shard
 
-so the rank is one more address. An axis that moves only the rank is replication, one that moves rank
-and full is the split, one that moves full and shard is data. All three addresses count elements.
+so the rank is one more address. An axis that moves only the rank is replication, one that moves
+rank and full is the split, one that moves full and shard is data.
+Full and shard addresses count elements.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The content of a checkpoint without its bytes. Called *Metadata* in PyTorch's DCP.
 
 A reader turns a checkpoint into a `Catalog`; nothing of a tensor is loaded. Every state of every
-tensor has its own layout, since the files cut them differently (a weight over tensor-parallel ranks,
-its moments over data-parallel ranks as well), and for every rank of that layout the file and byte
-where its shard starts.
+tensor has its own layout, since the files cut them differently (a weight over tensor-parallel
+ranks, its moments over data-parallel ranks as well), and for every rank of that layout the file
+and byte where its shard starts.
 """
 
 from __future__ import annotations

@@ -34,31 +34,29 @@ class DType:
         return self.name
 
 
-DTYPES: Final[dict[str, DType]] = {
-    name: DType(name, nbytes, kind)
-    for name, nbytes, kind in (
-        ("float64", 8, "float"),
-        ("float32", 4, "float"),
-        ("float16", 2, "float"),
-        ("bfloat16", 2, "float"),
-        ("float8_e4m3fn", 1, "float"),
-        ("float8_e5m2", 1, "float"),
-        ("float8_e4m3fnuz", 1, "float"),
-        ("float8_e5m2fnuz", 1, "float"),
-        ("float8_e8m0fnu", 1, "float"),
-        ("complex64", 8, "complex"),
-        ("complex128", 16, "complex"),
-        ("int64", 8, "int"),
-        ("int32", 4, "int"),
-        ("int16", 2, "int"),
-        ("int8", 1, "int"),
-        ("uint64", 8, "uint"),
-        ("uint32", 4, "uint"),
-        ("uint16", 2, "uint"),
-        ("uint8", 1, "uint"),
-        ("bool", 1, "bool"),
-    )
-}
+_ROWS: Final[tuple[tuple[str, int, Kind], ...]] = (
+    ("float64", 8, "float"),
+    ("float32", 4, "float"),
+    ("float16", 2, "float"),
+    ("bfloat16", 2, "float"),
+    ("float8_e4m3fn", 1, "float"),
+    ("float8_e5m2", 1, "float"),
+    ("float8_e4m3fnuz", 1, "float"),
+    ("float8_e5m2fnuz", 1, "float"),
+    ("float8_e8m0fnu", 1, "float"),
+    ("complex64", 8, "complex"),
+    ("complex128", 16, "complex"),
+    ("int64", 8, "int"),
+    ("int32", 4, "int"),
+    ("int16", 2, "int"),
+    ("int8", 1, "int"),
+    ("uint64", 8, "uint"),
+    ("uint32", 4, "uint"),
+    ("uint16", 2, "uint"),
+    ("uint8", 1, "uint"),
+    ("bool", 1, "bool"),
+)
+DTYPES: Final[dict[str, DType]] = {row[0]: DType(*row) for row in _ROWS}
 
 
 def dtype_named(name: str) -> DType:

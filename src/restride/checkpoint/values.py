@@ -91,6 +91,7 @@ class Constructed:
 
 
 Value: TypeAlias = (
-    "None | bool | int | float | complex | str | bytes | bytearray | list[Value] | tuple[Value, ...]"
-    " | dict[Value, Value] | set[Value] | frozenset[Value] | GlobalName | Constructed | Storage | StoredTensor"
+    "bool | int | float | complex | str | bytes | bytearray | list[Value] | tuple[Value, ...]"
+    " | dict[Value, Value] | set[Value] | frozenset[Value]"
+    " | GlobalName | Constructed | Storage | StoredTensor | None"
 )
