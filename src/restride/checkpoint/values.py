@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from restride.checkpoint.dtypes import DType
 
-__all__ = ["Constructed", "GlobalName", "Storage", "StoredTensor", "Value"]
+__all__ = [
+    "Constructed",
+    "GlobalName",
+    "OrderedDictValue",
+    "Storage",
+    "StoredTensor",
+    "Value",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,8 @@ class Constructed:
         state: What would have been given to ``__setstate__`` or ``__dict__``, or None.
         items: What would have been appended.
         pairs: What would have been set by key.
+        is_new: Whether the call would have been ``constructor.__new__(constructor, ...)``, which
+            skips ``__init__``.
     """
 
     constructor: Value
@@ -88,6 +97,21 @@ class Constructed:
     state: Value = None
     items: list[Value] = field(default_factory=list)
     pairs: list[tuple[Value, Value]] = field(default_factory=list)
+    is_new: bool = False
+
+
+class OrderedDictValue(dict["Value", "Value"]):
+    """A `collections.OrderedDict` of the stream: a dict that remembers what it was.
+
+    Attributes:
+        state: Attributes of the object, such as ``{"_metadata": ...}`` of a state dict, or None.
+    """
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Value = None
 
 
 Value: TypeAlias = (

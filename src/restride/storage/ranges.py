@@ -1,0 +1,257 @@
+"""Positioned reads and writes: byte ranges of files, never whole files.
+
+Reads use ``preadv`` into the caller's buffer rather than a memory map: a file that shrinks under a
+map kills the process with SIGBUS, under ``preadv`` it is an error that names the file.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import OrderedDict
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Condition
+from typing import TYPE_CHECKING, Final, Self
+
+from restride.errors import CorruptError, ExecutionError, FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from os import PathLike
+
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+__all__ = ["FilePool", "RangeFile", "read_exact"]
+
+# Well below the 256 descriptors that macOS gives a process by default.
+_DEFAULT_MAX_OPEN: Final = 64
+
+
+class RangeFile:
+    """One open regular file, for positioned reads and writes from any number of threads.
+
+    Args:
+        path: The file. It must exist.
+        writable: Whether `write_exact` is wanted.
+
+    Raises:
+        ExecutionError: The system refuses to open it.
+        FormatError: It is a directory, pipe or device.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, writable: bool = False) -> None:
+        self.path = os.fspath(path)
+        # Without O_NONBLOCK, opening a pipe that someone put into a checkpoint waits for ever.
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        try:
+            self._descriptor = os.open(self.path, mode | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise ExecutionError(f"cannot be opened ({error.strerror})", where=self.path) from error
+        status = os.fstat(self._descriptor)
+        self.nbytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise FormatError("is not a regular file", where=self.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor. A second call does nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def read_exact(self, start_nbytes: int, buffer: WriteableBuffer) -> None:
+        """Fill `buffer` with the bytes of the file that start at `start_nbytes`.
+
+        Raises:
+            CorruptError: The file ends before the buffer is full.
+            ExecutionError: The system cannot read it.
+        """
+        left = memoryview(buffer).cast("B")
+        wanted, at = left.nbytes, start_nbytes
+        while left.nbytes:
+            try:
+                count = os.preadv(self._descriptor, (left,), at)
+            except (OSError, OverflowError) as error:
+                raise ExecutionError(
+                    f"cannot read {left.nbytes} bytes at byte {at} ({_reason(error)})",
+                    where=self.path,
+                ) from error
+            if not count:
+                raise CorruptError(
+                    f"the file ends at byte {at}, yet {wanted} bytes are expected "
+                    f"at byte {start_nbytes}",
+                    where=self.path,
+                )
+            left, at = left[count:], at + count
+
+    def read(self, start_nbytes: int, nbytes: int) -> bytes:
+        """Return `nbytes` bytes of the file from `start_nbytes`.
+
+        Raises:
+            CorruptError: The file is shorter. Nothing is allocated before that is known.
+            ExecutionError: The system cannot read it.
+        """
+        if not 0 <= nbytes <= self.nbytes - start_nbytes or start_nbytes < 0:
+            raise CorruptError(
+                f"{nbytes} bytes are expected at byte {start_nbytes}, "
+                f"the file has {self.nbytes} bytes",
+                where=self.path,
+            )
+        buffer = bytearray(nbytes)
+        self.read_exact(start_nbytes, buffer)
+        return bytes(buffer)
+
+    def write_exact(self, start_nbytes: int, buffer: ReadableBuffer) -> None:
+        """Write all of `buffer` into the file from `start_nbytes`.
+
+        Raises:
+            ExecutionError: The system cannot write it: a full disk, a failing one.
+        """
+        left = memoryview(buffer).cast("B")
+        at = start_nbytes
+        while left.nbytes:
+            try:
+                count = os.pwrite(self._descriptor, left, at)
+            except (OSError, OverflowError) as error:
+                raise ExecutionError(
+                    f"cannot write {left.nbytes} bytes at byte {at} ({_reason(error)})",
+                    where=self.path,
+                ) from error
+            left, at = left[count:], at + count
+
+
+@dataclass(slots=True)
+class _Lease:
+    """An open file and how many calls are using it right now."""
+
+    file: RangeFile
+    users: int = 0
+
+
+class FilePool:
+    """Keeps the files that were used last open, and never more than a fixed number.
+
+    A checkpoint may have more files than a process may open. Calls may come from any number of
+    threads; where all files are in use, a call waits for the first that is free.
+
+    Args:
+        max_open: Most descriptors to hold.
+        writable: Whether the files are opened for writing as well.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile() as file, FilePool() as pool:
+        ...     _ = file.write(b"0123456789")
+        ...     file.flush()
+        ...     buffer = bytearray(3)
+        ...     pool.read_exact(file.name, 4, buffer)
+        ...     bytes(buffer)
+        b'456'
+    """
+
+    def __init__(self, *, max_open: int = _DEFAULT_MAX_OPEN, writable: bool = False) -> None:
+        if max_open < 1:
+            raise ValueError(f"a pool holds at least one file, got max_open={max_open}")
+        self._max_open = max_open
+        self._is_writable = writable
+        self._leases: OrderedDict[str, _Lease] = OrderedDict()
+        self._changed = Condition()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every file. No other call may be running; later ones open files again."""
+        with self._changed:
+            while self._leases:
+                self._leases.popitem()[1].file.close()
+
+    def nbytes(self, path: str | PathLike[str]) -> int:
+        """Size of a file in bytes, when it was opened.
+
+        Raises:
+            ExecutionError: The system refuses to open it.
+            FormatError: It is a directory, pipe or device.
+        """
+        with self._lease(os.fspath(path)) as file:
+            return file.nbytes
+
+    def read_exact(
+        self, path: str | PathLike[str], start_nbytes: int, buffer: WriteableBuffer
+    ) -> None:
+        """Fill `buffer` with the bytes of the file that start at `start_nbytes`.
+
+        Raises:
+            CorruptError: The file ends before the buffer is full.
+            ExecutionError: The system cannot open or read it.
+            FormatError: It is a directory, pipe or device.
+        """
+        with self._lease(os.fspath(path)) as file:
+            file.read_exact(start_nbytes, buffer)
+
+    def write_exact(
+        self, path: str | PathLike[str], start_nbytes: int, buffer: ReadableBuffer
+    ) -> None:
+        """Write all of `buffer` into the file from `start_nbytes`.
+
+        Raises:
+            ExecutionError: The system cannot open or write it.
+            FormatError: It is a directory, pipe or device.
+        """
+        with self._lease(os.fspath(path)) as file:
+            file.write_exact(start_nbytes, buffer)
+
+    @contextmanager
+    def _lease(self, path: str) -> Iterator[RangeFile]:
+        """Hold the open file: it is not closed before the block ends."""
+        with self._changed:
+            while (lease := self._get(path)) is None:
+                self._changed.wait()
+            lease.users += 1
+        try:
+            yield lease.file
+        finally:
+            with self._changed:
+                lease.users -= 1
+                if not lease.users:
+                    self._changed.notify()
+
+    def _get(self, path: str) -> _Lease | None:
+        """Find or open a file, or return None while there is no room for another one."""
+        lease = self._leases.get(path)
+        if lease is not None:
+            self._leases.move_to_end(path)
+            return lease
+        if len(self._leases) >= self._max_open:
+            idle = next((name for name, held in self._leases.items() if not held.users), None)
+            if idle is None:
+                return None
+            self._leases.pop(idle).file.close()
+        lease = self._leases[path] = _Lease(RangeFile(path, writable=self._is_writable))
+        return lease
+
+
+def read_exact(path: str | PathLike[str], start_nbytes: int, buffer: WriteableBuffer) -> None:
+    """Fill `buffer` with the bytes of one file that start at `start_nbytes`.
+
+    Raises:
+        CorruptError: The file ends before the buffer is full.
+        ExecutionError: The system cannot open or read it.
+        FormatError: It is a directory, pipe or device.
+    """
+    with RangeFile(path) as file:
+        file.read_exact(start_nbytes, buffer)
+
+
+def _reason(error: OSError | OverflowError) -> str:
+    return getattr(error, "strerror", None) or str(error)
