@@ -1,3 +1,72 @@
-"""Describe, prove and move the tensors of distributed training checkpoints."""
+"""Describe, prove and move the tensors of distributed training checkpoints.
+
+Importing the package loads nothing else: each public name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from restride import errors, layouts
+    from restride.algebra.coverage import prove
+    from restride.algebra.layout import Layout
+    from restride.algebra.mesh import Mesh
+    from restride.algebra.piece import Axis, Piece
+    from restride.algebra.signature import signature
+    from restride.api import check, convert, open  # noqa: A004 - restride.open reads well
+    from restride.arrays import extract, move, probe, rebuild
+    from restride.planning.transfers import plan_transfer
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Axis",
+    "Layout",
+    "Mesh",
+    "Piece",
+    "check",
+    "convert",
+    "errors",
+    "extract",
+    "layouts",
+    "move",
+    "open",
+    "plan_transfer",
+    "probe",
+    "prove",
+    "rebuild",
+    "signature",
+]
+
+_HOMES = {
+    "Axis": "restride.algebra.piece",
+    "Layout": "restride.algebra.layout",
+    "Mesh": "restride.algebra.mesh",
+    "Piece": "restride.algebra.piece",
+    "check": "restride.api",
+    "convert": "restride.api",
+    "extract": "restride.arrays",
+    "move": "restride.arrays",
+    "open": "restride.api",
+    "plan_transfer": "restride.planning.transfers",
+    "probe": "restride.arrays",
+    "prove": "restride.algebra.coverage",
+    "rebuild": "restride.arrays",
+    "signature": "restride.algebra.signature",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in {"errors", "layouts"}:
+        return import_module(f"restride.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'restride' has no attribute {name!r}")
+    found: object = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,70 @@
+# Everything is installed into .venv, which the targets make. Needs Python >= 3.11 and make.
+
+# The first interpreter that is new enough; `make PYTHON=/path/to/python3` overrides it.
+PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11 python,\
+  $(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TORCH := torch==2.13.0
+DEEPSPEED := deepspeed==0.19.8
+
+# Tiny tensors: a second thread only makes the tests fight for the cores.
+TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 \
+  DS_ACCELERATOR=cpu LOCAL_SIZE=0 HF_HUB_OFFLINE=1 TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)/extensions
+
+.PHONY: demo test check quick bench fuzz clean
+
+demo: $(VENV)/.package
+	@$(BIN)/restride demo
+
+test: check
+	@echo '==> pytest'
+	@$(TEST_ENV) $(BIN)/python -m pytest
+
+check: $(VENV)/.tests
+	@echo '==> ruff format, ruff check, mypy, import contracts'
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports --no-logo --no-cache | tail -n 1
+
+# The inner loop: `make quick`, `make quick K=fold`.
+quick: $(VENV)/.tests
+	@$(TEST_ENV) $(BIN)/python -m pytest -q -m 'not interop and not slow' $(if $(K),-k '$(K)')
+
+bench: $(VENV)/.tests
+	@$(TEST_ENV) $(BIN)/python benchmarks/run.py
+
+# Laws and hostile files with many more examples; `make fuzz K=hostile` for a part of them.
+fuzz: $(VENV)/.tests
+	@RESTRIDE_HYPOTHESIS=nightly $(TEST_ENV) $(BIN)/python -m pytest -q -m 'not interop and not slow' \
+	  $(if $(K),-k '$(K)')
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# A virtual environment that could not be finished is removed, so that the next run starts afresh.
+$(BIN)/python:
+	@if [ -z '$(PYTHON)' ]; then \
+	  echo 'restride needs Python 3.11 or newer, and none is on the PATH;' \
+	    'name one with: make PYTHON=/path/to/python3' >&2; exit 1; fi
+	@echo '==> $(VENV) with $(PYTHON)'
+	@$(PYTHON) -m venv $(VENV) >/dev/null || { rm -rf $(VENV); \
+	  echo 'python3 -m venv failed; on Debian and Ubuntu install it with:' \
+	    'apt install python3-venv' >&2; exit 1; }
+
+# The package without extras. Editable: a change in src needs no new install.
+$(VENV)/.package: pyproject.toml | $(BIN)/python
+	@echo '==> the package and its four dependencies'
+	@$(PIP) install -e .
+	@touch $@
+
+# torch first: DeepSpeed's own set-up imports it, and must neither build operators nor fetch
+# another torch.
+$(VENV)/.tests: $(VENV)/.package Makefile
+	@echo '==> the test dependencies: $(TORCH), the test extra, $(DEEPSPEED) (some minutes)'
+	@$(PIP) install setuptools wheel $(TORCH)
+	@$(PIP) install -e '.[test]'
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --no-build-isolation $(DEEPSPEED)
+	@touch $@

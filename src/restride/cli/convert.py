@@ -1,0 +1,109 @@
+"""``restride convert``: another format, bit for bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from restride import api
+from restride.cli.contents import finding_to_json, show_findings
+from restride.cli.exits import ExitCode
+from restride.cli.options import SIZE, json_option
+from restride.cli.output import open_page, write_json
+from restride.cli.progress import open_progress
+from restride.cli.sizes import format_count, format_duration, format_rate, format_size
+
+if TYPE_CHECKING:
+    from restride.api import ConvertReport
+    from restride.cli.output import Page
+
+__all__ = ["command", "show_report"]
+
+
+@click.command("convert")
+@click.argument("checkpoint")
+@click.argument("out")
+@click.option("--to", type=click.Choice(["safetensors"]), default="safetensors", help="Format.")
+@click.option(
+    "--states",
+    type=click.Choice(["weights", "all"]),
+    default="weights",
+    help="The weights alone (default), or the master copies and optimizer states too.",
+)
+@click.option("--dtype", help="Type of the weights: float32, bfloat16, ... Default: as trained.")
+@click.option("--max-shard-size", type=SIZE, help="Start a new file above this size, such as 5GB.")
+@click.option("--memory", type=SIZE, help="Most memory to take, such as 512MB.")
+@click.option(
+    "--replicas",
+    type=click.Choice(["check", "first", "mean"]),
+    default="check",
+    help="Where ranks hold different copies: refuse (default), take the first, or take the mean.",
+)
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@json_option
+def command(
+    checkpoint: str,
+    out: str,
+    *,
+    to: Literal["safetensors"],
+    states: Literal["weights", "all"],
+    dtype: str | None,
+    max_shard_size: int | None,
+    memory: int | None,
+    replicas: Literal["check", "first", "mean"],
+    force: bool,
+    as_json: bool,
+) -> int:
+    """Write a checkpoint in another format, bit for bit.
+
+    Reads CHECKPOINT and writes the folder OUT, which appears under its name only when it is
+    complete. Values are copied, not computed with; only --dtype and --replicas mean change any.
+    """
+    with open_progress("converting") as observer:
+        report = api.convert(
+            checkpoint,
+            out,
+            to=to,
+            states=states,
+            dtype=dtype,
+            max_shard_nbytes=max_shard_size,
+            budget_nbytes=memory,
+            replicas=replicas,
+            force=force,
+            observer=observer,
+        )
+    if as_json:
+        write_json(_to_json(report))
+    else:
+        show_report(open_page(), report, out)
+    return ExitCode.OK
+
+
+def show_report(page: Page, report: ConvertReport, out: str) -> None:
+    """Write what was read, written and noticed; `out` is the folder as the user called it."""
+    show_findings(page, report.findings)
+    page.line(
+        f"{out}: {format_count(report.tensor_count, 'array')} in "
+        f"{format_count(len(report.files), 'file')}, {format_size(report.written_nbytes)} written, "
+        f"{format_size(report.read_nbytes)} read, {format_duration(report.seconds)} "
+        f"({format_rate(report.written_nbytes, report.seconds)}), buffers below "
+        f"{format_size(report.projected_nbytes)}",
+        "good",
+    )
+    for name in report.files:
+        page.line(f"  {name}")
+
+
+def _to_json(report: ConvertReport) -> dict[str, object]:
+
+    return {
+        "out": str(report.out),
+        "files": list(report.files),
+        "tensors": report.tensor_count,
+        "written_nbytes": report.written_nbytes,
+        "read_nbytes": report.read_nbytes,
+        "projected_nbytes": report.projected_nbytes,
+        "seconds": report.seconds,
+        "findings": [finding_to_json(finding) for finding in report.findings],
+    }

@@ -1,0 +1,159 @@
+"""``restride layouts``: the catalogue of known layouts, as pieces."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import click
+
+from restride.algebra.coverage import Covered, explain, prove
+from restride.algebra.serial import layout_to_json
+from restride.algebra.signature import signature
+from restride.cli.exits import ExitCode
+from restride.cli.options import json_option
+from restride.cli.output import Column, open_page, write_json
+from restride.cli.picture import draw_layout
+from restride.layouts.catalogue import CATALOGUE, build
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from restride.algebra.coverage import Verdict
+    from restride.algebra.layout import Layout
+    from restride.layouts.catalogue import Entry, Parameter
+
+__all__ = ["command"]
+
+
+class _Catalogue(click.Group):
+    """A group with one command for each layout of the catalogue."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(CATALOGUE)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        entry = CATALOGUE.get(cmd_name)
+        return None if entry is None else _command_of(entry)
+
+
+@click.group(
+    "layouts", cls=_Catalogue, invoke_without_command=True, subcommand_metavar="[NAME] [OPTIONS]..."
+)
+@json_option
+@click.pass_context
+def command(context: click.Context, *, as_json: bool) -> None:
+    """The catalogue of known layouts, drawn as pieces.
+
+    Without NAME, lists them. With NAME alone, draws a small example; with the options of that
+    layout, draws, proves and prints yours.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if as_json:
+        write_json({"layouts": {name: _entry_to_json(e) for name, e in CATALOGUE.items()}})
+        return
+    page = open_page()
+    for topic, entries in groupby(CATALOGUE.values(), key=lambda entry: entry.topic):
+        page.line(topic, "bold")
+        page.table(
+            [Column("  name"), Column("what it is")],
+            [[f"  {entry.name}", entry.summary] for entry in entries],
+        )
+        page.line()
+    page.line(
+        "restride layouts NAME draws a small example, restride layouts NAME --help its options"
+    )
+
+
+def _command_of(entry: Entry) -> click.Command:
+    def run(*, as_json: bool, **given: str | None) -> int:
+        texts = {name: text for name, text in given.items() if text is not None}
+        return _show(entry, texts, as_json=as_json)
+
+    options = [_option(parameter, entry.example) for parameter in entry.parameters]
+    built = click.Command(
+        entry.name,
+        params=list(options),
+        callback=run,
+        help=entry.summary,
+        short_help=entry.summary,
+        epilog=f"Example: restride layouts {entry.name} {_as_options(entry, entry.example)}",
+    )
+    return json_option(built)
+
+
+def _option(parameter: Parameter, example: Mapping[str, str]) -> click.Option:
+    if parameter.kind == "flag":
+        return click.Option(
+            [parameter.option, parameter.name], flag_value="yes", help=f"{parameter.help}."
+        )
+    shown = f", such as {example[parameter.name]}" if parameter.name in example else ""
+    return click.Option(
+        [parameter.option, parameter.name],
+        metavar=parameter.kind.upper(),
+        help=f"{parameter.help[:1].upper()}{parameter.help[1:]}{shown}.",
+    )
+
+
+def _show(entry: Entry, texts: Mapping[str, str], *, as_json: bool) -> int:
+    is_example = not texts
+    layout = build(entry.name, texts or entry.example)
+    verdict = prove(layout)
+    code = ExitCode.OK if isinstance(verdict, Covered) else ExitCode.FINDING
+    if as_json:
+        write_json(_to_json(entry, layout, verdict))
+        return code
+    page = open_page()
+    page.line(f"{entry.name}: {entry.summary}", "bold")
+    if is_example:
+        page.line(f"an example: {_as_options(entry, entry.example)}")
+    page.line()
+    draw_layout(page, layout)
+    page.line()
+    word = type(verdict).__name__.lower()
+    page.line(f"{word}: {explain(verdict, layout)}", "good" if code == ExitCode.OK else "bad")
+    return code
+
+
+def _as_options(entry: Entry, texts: Mapping[str, str]) -> str:
+    parts = []
+    for parameter in entry.parameters:
+        text = texts.get(parameter.name)
+        if text is not None:
+            quoted = f"'{text}'" if ";" in text else text
+            parts.append(
+                parameter.option if parameter.kind == "flag" else f"{parameter.option} {quoted}"
+            )
+    return " ".join(parts)
+
+
+def _to_json(entry: Entry, layout: Layout, verdict: Verdict) -> dict[str, object]:
+    return {
+        "name": entry.name,
+        "layout": layout_to_json(layout),
+        "signature": signature(layout),
+        "pieces_per_rank": {
+            str(rank): len(layout.pieces(rank)) for rank in range(layout.rank_count)
+        },
+        "verdict": type(verdict).__name__.lower(),
+        "explanation": explain(verdict, layout),
+    }
+
+
+def _entry_to_json(entry: Entry) -> dict[str, object]:
+    return {
+        "summary": entry.summary,
+        "topic": entry.topic,
+        "parameters": {
+            parameter.name: {
+                "kind": parameter.kind,
+                "help": parameter.help,
+                "required": parameter.is_required,
+            }
+            for parameter in entry.parameters
+        },
+        "example": dict(entry.example),
+    }
