@@ -19,6 +19,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from restride.algebra._checks import require_int
+from restride.algebra._digits import Walk, fix
 from restride.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -167,10 +168,13 @@ class Piece:
             O(rank axes) where every stride exceeds the reach of the smaller ones, as in every
             layout of a mesh; the number of visits otherwise.
         """
-        axes = sorted(self.rank_axes, key=lambda axis: -axis.rank_stride)
+        walk = Walk(
+            (self.rank_base, self.full_base),
+            tuple((axis.extent, axis.rank_stride, axis.full_stride) for axis in self.rank_axes),
+        )
         return tuple(
-            replace(self, axes=self.shard_axes, full_base=full_base, rank_base=rank)
-            for full_base in _full_bases(axes, rank - self.rank_base, self.full_base)
+            replace(self, axes=self.shard_axes, full_base=fixed.bases[1], rank_base=rank)
+            for fixed in fix(walk, 0, rank)
         )
 
 
@@ -181,18 +185,3 @@ def _lattice(base: int, steps: list[tuple[int, int]]) -> Iterator[int]:
     extent, stride = steps[0]
     for index in range(extent):
         yield from _lattice(base + index * stride, steps[1:])
-
-
-def _full_bases(axes: list[Axis], distance: int, full_base: int) -> Iterator[int]:
-    if not axes:
-        if distance == 0:
-            yield full_base
-        return
-    first, rest = axes[0], axes[1:]
-    reach = sum((axis.extent - 1) * axis.rank_stride for axis in rest)
-    lowest = max(0, -(-(distance - reach) // first.rank_stride))
-    highest = min(first.extent - 1, distance // first.rank_stride)
-    for index in range(lowest, highest + 1):
-        yield from _full_bases(
-            rest, distance - index * first.rank_stride, full_base + index * first.full_stride
-        )
