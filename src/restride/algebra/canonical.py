@@ -52,7 +52,7 @@ def canonicalize_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
         One piece a rank becomes one piece over the ranks:
 
         >>> rows = Axis(6, 1, 0, 1)
-        >>> canonicalize_pieces([Piece((rows,)), Piece((rows,), full_base=6, rank_base=1)])[0].axes[0]
+        >>> canonicalize_pieces([Piece((rows,)), Piece((rows,), 6, 1)])[0].axes[0]
         Axis(extent=2, full_stride=6, rank_stride=1, shard_stride=0)
     """
     by_scale: dict[Fraction, list[Walk]] = {}

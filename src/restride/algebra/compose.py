@@ -37,8 +37,8 @@ def compose(full_to_target: Layout, source_to_full: Layout, /) -> Transfers:
 
     Returns:
         The whole relation: every (source rank, shard index) and (target rank, shard index) that
-        hold the same element, exactly once. Replicas of either side are all there; which one to read
-        is not decided here.
+        hold the same element, exactly once. Replicas of either side are all there; which one to
+        read is not decided here.
 
     Raises:
         ShapeMismatchError: The full tensors differ in shape or unit.
