@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from threading import Condition
 from typing import TYPE_CHECKING, Final, Self
 
-from restride.errors import CorruptError, ExecutionError, FormatError
+from restride.errors import CorruptError, ExecutionError, FormatError, RestrideError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +30,9 @@ _DEFAULT_MAX_OPEN: Final = 64
 
 class RangeFile:
     """One open regular file, for positioned reads and writes from any number of threads.
+
+    Used as a context manager it is closed at the end, and an error of this package that leaves the
+    block says which file it is about.
 
     Args:
         path: The file. It must exist.
@@ -57,8 +60,10 @@ class RangeFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: object, __: object) -> None:
         self.close()
+        if isinstance(error, RestrideError) and not error.where.startswith(self.path):
+            error.located(self.path)
 
     def close(self) -> None:
         """Close the descriptor. A second call does nothing."""

@@ -5,7 +5,6 @@ Only the directory, the pickle and two short records are read.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -68,13 +67,8 @@ def open_torch_zip(path: str | PathLike[str], *, limits: Limits = _DEFAULT_LIMIT
     Cost:
         O(records) small reads, and memory for the pickle and what it says.
     """
-    name = os.fspath(path)
-    with RangeFile(name) as file:
-        try:
-            return _read(file, limits)
-        except RestrideError as error:
-            # What the file layer refuses is located already.
-            raise (error if error.where.startswith(name) else error.located(name)) from None
+    with RangeFile(path) as file:
+        return _read(file, limits)
 
 
 def _read(file: RangeFile, limits: Limits) -> TorchFile:

@@ -1,0 +1,85 @@
+"""Which format a path is in. Only the reader that is needed is imported."""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from restride.errors import ExecutionError, FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from os import PathLike
+
+    from restride.checkpoint.catalog import Catalog
+
+__all__ = ["Format", "detect_format", "open_catalog"]
+
+Format: TypeAlias = Literal["deepspeed", "safetensors"]
+
+_SAFETENSORS: Final = (".safetensors", ".safetensors.index.json")
+_DEEPSPEED_MODEL: Final = re.compile(r".*model_states\.pt")
+_LOOKED_FOR: Final = (
+    "looked for: a DeepSpeed checkpoint (a folder with a 'latest' file, or a tag folder with "
+    "*_model_states.pt files), a *.safetensors file, or a folder of them"
+)
+
+
+def open_catalog(path: str | PathLike[str]) -> Catalog:
+    """Find out what is in a checkpoint of any known format, without loading a tensor.
+
+    Args:
+        path: A file or a folder.
+
+    Raises:
+        FormatError: It is no checkpoint that is known, or one that is damaged.
+        UnsupportedError: It is one that cannot be read.
+        ExecutionError: It is not there, or the system cannot read it.
+    """
+    module = import_module(f"restride.formats.{detect_format(path)}")
+    catalog: Catalog = module.read_catalog(path)
+    return catalog
+
+
+def detect_format(path: str | PathLike[str]) -> Format:
+    """Tell the format of a file or folder by the names in it.
+
+    Raises:
+        FormatError: Nothing that is known was found; says what was looked for.
+        ExecutionError: The path is not there, or the system cannot read it.
+    """
+    place = Path(path)
+    if not os.path.lexists(place):
+        raise ExecutionError("no such file or folder", where=str(place))
+    if not place.is_dir():
+        if place.name.endswith(_SAFETENSORS):
+            return "safetensors"
+        remedy = f"name the folder {str(place.parent)!r}" if place.suffix == ".pt" else _LOOKED_FOR
+        raise FormatError("is a file of no known format", where=str(place), remedy=remedy)
+    names = _names(place)
+    if "latest" in names or _has_model_states(names):
+        return "deepspeed"
+    if any(name.endswith(_SAFETENSORS) for name in names):
+        return "safetensors"
+    if any(_has_model_states(_names(place / name)) for name in names if (place / name).is_dir()):
+        return "deepspeed"
+    shown = ", ".join(names[:5]) + (", ..." if names[5:] else "")
+    raise FormatError(
+        f"is a folder of no known format (it holds {shown or 'nothing'})",
+        where=str(place),
+        remedy=_LOOKED_FOR,
+    )
+
+
+def _has_model_states(names: Iterable[str]) -> bool:
+    return any(map(_DEEPSPEED_MODEL.fullmatch, names))
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except OSError as error:
+        raise ExecutionError(f"cannot be listed ({error.strerror})", where=str(folder)) from error

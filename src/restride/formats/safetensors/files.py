@@ -1,0 +1,180 @@
+"""Which files make up a checkpoint: one, those of an index, or those of a folder."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from restride.checkpoint.catalog import Finding
+from restride.errors import CorruptError, ExecutionError, FormatError
+from restride.formats.safetensors.spelling import INDEX_SUFFIX, SUFFIX
+from restride.formats.safetensors.strict_json import parse_object
+from restride.storage.ranges import RangeFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from os import PathLike
+
+__all__ = ["FileSet", "Listing", "list_files"]
+
+_LARGEST_INDEX_NBYTES: Final = 100_000_000
+_SHARD: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+# Where a folder has a model, other files in it are other forms or parts of it.
+_MODEL_STEM: Final = "model"
+_OWN_STEMS: Final = frozenset({_MODEL_STEM, "optimizer"})
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """The index of a sharded checkpoint, as Hugging Face writes it."""
+
+    weight_map: dict[str, str]
+    metadata: dict[str, object] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class FileSet:
+    """Files that belong together.
+
+    Attributes:
+        names: Names below the root, in order.
+        index: Which file each tensor is in, or None where no index says so.
+        index_name: Name of the index file; empty without one.
+        total_nbytes: Bytes of all tensors as the index states it, if it does.
+    """
+
+    names: tuple[str, ...]
+    index: Mapping[str, str] | None = None
+    index_name: str = ""
+    total_nbytes: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What is to be read.
+
+    Attributes:
+        root: Folder that the names are relative to.
+        sets: Sets of files.
+        findings: What was left out.
+    """
+
+    root: Path
+    sets: tuple[FileSet, ...]
+    findings: list[Finding] = field(default_factory=list)
+
+
+def list_files(path: str | PathLike[str]) -> Listing:
+    """Find the files of a checkpoint.
+
+    Raises:
+        FormatError: There is none, or it is not clear which ones are meant.
+        CorruptError: An index is damaged, or files that it names are not there.
+        ExecutionError: The system cannot read the folder.
+    """
+    place = Path(path)
+    if not place.is_dir():
+        if place.name.endswith(INDEX_SUFFIX):
+            return Listing(place.parent, (_indexed(place),))
+        return Listing(place.parent, (FileSet((place.name,)),))
+    try:
+        names = sorted(entry.name for entry in place.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise ExecutionError(f"cannot be listed ({error.strerror})", where=str(place)) from error
+    sets = _sets_by_stem(place, names)
+    if not sets:
+        raise FormatError(f"has no *{SUFFIX}", where=str(place))
+    ignored: list[str] = []
+    if _MODEL_STEM in sets:
+        ignored = sorted(name for stem in sets.keys() - _OWN_STEMS for name in sets[stem].names)
+        sets = {stem: found for stem, found in sets.items() if stem in _OWN_STEMS}
+    taken = {name for found in sets.values() for name in found.names}
+    ignored += [name for name in names if name.endswith(SUFFIX) and name not in {*taken, *ignored}]
+    return Listing(place, tuple(sets.values()), _ignored(ignored))
+
+
+def _sets_by_stem(folder: Path, names: Iterable[str]) -> dict[str, FileSet]:
+    """Group the files of a folder by what their names start with; the model comes first."""
+    indexes = {
+        name.removesuffix(INDEX_SUFFIX): name for name in names if name.endswith(INDEX_SUFFIX)
+    }
+    shards: dict[str, list[str]] = {}
+    singles: dict[str, str] = {}
+    for name in names:
+        if not name.endswith(SUFFIX):
+            continue
+        stem = name.removesuffix(SUFFIX)
+        match = _SHARD.fullmatch(stem)
+        if match is None:
+            singles[stem] = name
+        else:
+            shards.setdefault(match["stem"], []).append(name)
+    sets: dict[str, FileSet] = {}
+    for stem in sorted({*indexes, *shards, *singles}, key=lambda stem: (stem != _MODEL_STEM, stem)):
+        if stem in singles and (stem in indexes or stem in shards):
+            raise FormatError(
+                f"holds {singles[stem]!r} and the same in several files; it is not clear which one "
+                "is meant",
+                where=str(folder),
+                remedy="name the file itself, or its index",
+            )
+        if stem in indexes:
+            sets[stem] = _indexed(folder / indexes[stem])
+        elif stem in shards:
+            sets[stem] = FileSet(_complete(folder, shards[stem]))
+        else:
+            sets[stem] = FileSet((singles[stem],))
+    return sets
+
+
+def _complete(folder: Path, names: list[str]) -> tuple[str, ...]:
+    """Check that shards without an index are all there, by their numbers."""
+    matches = [_SHARD.fullmatch(name.removesuffix(SUFFIX)) for name in names]
+    counts = {int(match["count"]) for match in matches if match}
+    numbers = [int(match["number"]) for match in matches if match]
+    if len(counts) != 1 or numbers != list(range(1, max(counts) + 1)):
+        raise CorruptError(
+            f"{', '.join(names[:8])} are not all files of one sharded checkpoint, and there is no "
+            "index",
+            where=str(folder),
+        )
+    return tuple(names)
+
+
+def _indexed(path: Path) -> FileSet:
+    with RangeFile(path) as file:
+        if file.nbytes > _LARGEST_INDEX_NBYTES:
+            raise CorruptError(
+                f"an index of {file.nbytes} bytes is larger than the limit of "
+                f"{_LARGEST_INDEX_NBYTES} bytes"
+            )
+        index = parse_object(file.read(0, file.nbytes), _Index)
+        names = tuple(sorted(set(index.weight_map.values())))
+        for name in names:
+            _require_beside(path.parent, name)
+    return FileSet(names, index.weight_map, path.name, index.metadata.get("total_size"))
+
+
+def _require_beside(folder: Path, name: str) -> None:
+    """Refuse a name that leads out of the folder of the index, or to nothing."""
+    if not name.endswith(SUFFIX) or name.startswith(".") or {"/", "\\", "\0"} & set(name):
+        raise CorruptError(f"{name!r} is not the name of a safetensors file beside the index")
+    if not (folder / name).exists():
+        raise CorruptError(f"{name!r} is named, and is not there")
+
+
+def _ignored(names: list[str]) -> list[Finding]:
+    if not names:
+        return []
+    return [
+        Finding(
+            "note",
+            "ignored-files",
+            f"{len(names)} safetensors files are no part of the model and were not read: "
+            f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}",  # noqa: PLR2004
+            details={"files": names},
+        )
+    ]

@@ -1,0 +1,217 @@
+"""Read safetensors into a catalog: headers only, no tensor is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+from restride.algebra.mesh import Mesh
+from restride.checkpoint.catalog import (
+    Catalog,
+    FileEntry,
+    Finding,
+    Region,
+    StateEntry,
+    TensorEntry,
+)
+from restride.errors import CorruptError
+from restride.formats.safetensors.files import list_files
+from restride.formats.safetensors.header import HeaderTensor, read_header
+from restride.formats.safetensors.spelling import split_state, whole_layout
+from restride.formats.safetensors.strict_json import parse_object
+from restride.storage.ranges import RangeFile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from os import PathLike
+    from pathlib import Path
+
+    from restride.algebra.layout import Layout, Shape
+    from restride.formats.safetensors.files import FileSet
+
+__all__ = ["read_catalog"]
+
+_VALUES_NAME: Final = "state.json"
+_LARGEST_VALUES_NBYTES: Final = 100_000_000
+# States that say which shape the tensor has, the best one first.
+_MAIN_STATES: Final = ("weight", "fp32")
+
+
+def read_catalog(path: str | PathLike[str]) -> Catalog:
+    """Find out what is in a safetensors file, an index, or a folder of them.
+
+    Keys of the form ``PARAMETER/STATE`` become states of the parameter. A ``state.json`` beside the
+    model gives the values that are no tensors.
+
+    Args:
+        path: A file, a ``*.safetensors.index.json``, or a folder.
+
+    Returns:
+        Tensors on a mesh of one rank, in the order of the files and of the bytes in them.
+
+    Raises:
+        FormatError: There are no safetensors files, or it is not clear which ones are meant.
+        CorruptError: A file or an index is damaged, lies about itself, or contradicts the others.
+        UnsupportedError: A dtype is not known.
+        ExecutionError: The system cannot read a file.
+
+    Cost:
+        Reads headers; O(tensors).
+    """
+    listing = list_files(path)
+    collected = _Collected(listing.root)
+    for found in listing.sets:
+        collected.add(found)
+    tensors = _group(collected)
+    values: dict[str, object] = {}
+    if (listing.root / _VALUES_NAME).is_file() and listing.root.samefile(path):
+        values.update(_read_values(listing.root / _VALUES_NAME))
+    if collected.metadata:
+        values["safetensors_metadata"] = collected.metadata
+    return Catalog(
+        format="safetensors",
+        root=str(listing.root),
+        files=tuple(collected.files),
+        mesh=Mesh(()),
+        tensors=tensors,
+        values=values,
+        findings=(*listing.findings, *collected.findings),
+    )
+
+
+@dataclass(slots=True)
+class _Collected:
+    """Everything that the files hold.
+
+    Attributes:
+        root: Folder that the names are relative to.
+        files: Files read so far.
+        states: Entry of each key.
+        names: File of each key.
+        metadata: Texts of each file that has any.
+        findings: What was noticed.
+    """
+
+    root: Path
+    files: list[FileEntry] = field(default_factory=list)
+    states: dict[str, StateEntry] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, found: FileSet) -> None:
+        """Read the headers of files that belong together, and compare them with their index."""
+        left = dict(found.index or {})
+        total_nbytes = 0
+        for name in found.names:
+            for tensor in self._read(name):
+                total_nbytes += tensor.nbytes
+                if found.index is not None and left.pop(tensor.name, None) != name:
+                    place = found.index.get(tensor.name)
+                    raise CorruptError(
+                        f"the index places it in {place!r}" if place else "the index has no entry",
+                        where=f"{self.root / name}: tensor {tensor.name!r}",
+                    )
+        if left:
+            key, name = next(iter(left.items()))
+            raise CorruptError(
+                f"{len(left)} tensors are not in the files that are named for them, such as "
+                f"{key!r} in {name!r}",
+                where=str(self.root / found.index_name),
+            )
+        if found.total_nbytes not in {None, total_nbytes}:
+            self.findings.append(_wrong_total(found, total_nbytes))
+
+    def _read(self, name: str) -> tuple[HeaderTensor, ...]:
+        path = str(self.root / name)
+        with RangeFile(path) as file:
+            header = read_header(file)
+        number = len(self.files)
+        self.files.append(FileEntry(name, file.nbytes))
+        if header.metadata:
+            self.metadata[name] = header.metadata
+        for tensor in header.tensors:
+            if tensor.name in self.states:
+                raise CorruptError(
+                    f"is in {self.names[tensor.name]!r} as well",
+                    where=f"{path}: tensor {tensor.name!r}",
+                )
+            region = Region(number, tensor.start_nbytes) if tensor.nbytes else None
+            layout = _layout(tensor.shape)
+            self.states[tensor.name] = StateEntry(tensor.dtype, layout, (region,))
+            self.names[tensor.name] = name
+        return header.tensors
+
+
+def _group(collected: _Collected) -> tuple[TensorEntry, ...]:
+    """Put states beside the weight that they belong to."""
+    grouped: dict[str, dict[str, StateEntry]] = {}
+    for key, entry in collected.states.items():
+        name, state = split_state(key)
+        grouped.setdefault(name, {})[state] = entry
+    tensors: list[TensorEntry] = []
+    for name, states in grouped.items():
+        layout = _main_layout(states)
+        apart = [
+            state
+            for state, entry in states.items()
+            if entry.layout.full_numel != 1 and entry.layout.full_shape != layout.full_shape
+        ]
+        kept = {state: entry for state, entry in states.items() if state not in apart}
+        tensors.append(TensorEntry(name, "parameter", layout, kept))
+        for state in apart:
+            shape = states[state].layout.full_shape
+            tensors.append(
+                TensorEntry(
+                    f"{name}/{state}", "parameter", states[state].layout, {"weight": states[state]}
+                )
+            )
+            collected.findings.append(_other_shape(name, state, shape, layout.full_shape))
+    return tuple(tensors)
+
+
+def _main_layout(states: Mapping[str, StateEntry]) -> Layout:
+    """The layout of the weight, or what comes closest to it."""
+    for state in _MAIN_STATES:
+        if state in states:
+            return states[state].layout
+    return max((entry.layout for entry in states.values()), key=lambda layout: layout.full_numel)
+
+
+@lru_cache(maxsize=1024)
+def _layout(shape: Shape) -> Layout:
+    """Tensors of one shape share their layout."""
+    return whole_layout(shape)
+
+
+def _read_values(path: Path) -> dict[str, object]:
+    with RangeFile(path) as file:
+        if file.nbytes > _LARGEST_VALUES_NBYTES:
+            raise CorruptError(
+                f"values of {file.nbytes} bytes are larger than the limit of "
+                f"{_LARGEST_VALUES_NBYTES} bytes"
+            )
+        return parse_object(file.read(0, file.nbytes), dict[str, object])
+
+
+def _wrong_total(found: FileSet, total_nbytes: int) -> Finding:
+    return Finding(
+        "note",
+        "index-total-size",
+        f"{found.index_name} states {found.total_nbytes} bytes of tensors, the files hold "
+        f"{total_nbytes}",
+        where=found.index_name,
+        details={"stated": found.total_nbytes, "nbytes": total_nbytes},
+    )
+
+
+def _other_shape(name: str, state: str, shape: Shape, tensor_shape: Shape) -> Finding:
+    return Finding(
+        "note",
+        "state-shape",
+        f"state {state!r} of tensor {name!r} has shape {list(shape)}, the tensor "
+        f"{list(tensor_shape)}; it is kept as a tensor of its own",
+        where=f"tensor {name!r}, state {state!r}",
+        details={"shape": list(shape), "tensor_shape": list(tensor_shape)},
+    )
