@@ -120,7 +120,13 @@ def fix(walk: Walk, address: int, value: int) -> list[Walk]:
     return [Walk(bases, others) for bases in _solved(walk.bases, moving, address, value)]
 
 
-def join(a: Walk, b: Walk, *, pure: Sequence[tuple[int, int]] = ()) -> list[Walk]:
+def join(
+    a: Walk,
+    b: Walk,
+    *,
+    pure: Sequence[tuple[int, int]] = (),
+    is_legal: Callable[[tuple[int, ...]], bool] | None = None,
+) -> list[Walk]:
     """Find every pair of steps of `a` and `b` that stand at the same first address.
 
     Exact for every input: loops may reach over each other, stand still or go backwards.
@@ -129,6 +135,7 @@ def join(a: Walk, b: Walk, *, pure: Sequence[tuple[int, int]] = ()) -> list[Walk
         a: A walk over at least one address.
         b: Another one.
         pure: As for `merge`, of the result.
+        is_legal: As for `merge`, of the result.
 
     Returns:
         Walks over (first address, the other addresses of `a`, the other addresses of `b`) that
@@ -157,7 +164,7 @@ def join(a: Walk, b: Walk, *, pure: Sequence[tuple[int, int]] = ()) -> list[Walk
         )
     ]
     return (
-        merge(found, pure=pure)
+        merge(found, pure=pure, is_legal=is_legal)
         if len(found) > 1
         else [Walk(w.bases, _ordered(w.digits)) for w in found]
     )

@@ -242,8 +242,9 @@ def _chained(outer: Piece, inner: Piece, steps: tuple[int, int]) -> Iterator[Pie
             (x.extent, x.full_stride, x.rank_stride * by_inner, x.shard_stride) for x in inner.axes
         ),
     )
-    # The ranks of both add up, so no loop of the result may move one of them and the shard.
-    for walk in join(a, b, pure=((1, 4), (3, 4), (1, 3))):
+    # The ranks of both add up, so no loop of the result may move one of them and the shard. Parts
+    # that happen to follow each other backwards in the full tensor are no axis either.
+    for walk in join(a, b, pure=((1, 4), (3, 4), (1, 3)), is_legal=_is_forward):
         _, outer_rank, full, inner_rank, shard = walk.bases
         yield piece_of_walk(
             Walk(
@@ -252,6 +253,14 @@ def _chained(outer: Piece, inner: Piece, steps: tuple[int, int]) -> Iterator[Pie
             ),
             outer.scale * inner.scale,
         )
+
+
+def _is_forward(step: tuple[int, ...]) -> bool:
+    """Whether strides over (match, outer rank, full, inner rank, shard) make an axis."""
+    _, outer_rank, full, inner_rank, shard = step
+    if shard:
+        return shard > 0 and full >= 0
+    return outer_rank + inner_rank > 0
 
 
 def _inner_padding(
