@@ -1,0 +1,211 @@
+"""Which files a DeepSpeed checkpoint folder has: the tag, and the ranks in the names.
+
+    latest                                                  the tag, as text
+    TAG/mp_rank_TT_model_states.pt                          weights of one tensor-parallel rank
+    TAG/[bf16_|fp16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt   optimizer of one (dp, tp) rank
+    TAG/layer_L_expert_E_mp_rank_TT_model_states.pt         one expert of one layer
+
+The "pp_rank" in the name of an optimizer file is the data-parallel rank.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from restride.errors import ExecutionError, FormatError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["ExpertFile", "OptimizerFile", "TagFolder", "find_tag", "list_files"]
+
+_MODEL: Final = re.compile(r"mp_rank_(\d{1,6})_model_states\.pt")
+_ZERO3_MODEL: Final = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
+_OPTIMIZER: Final = re.compile(
+    r"(bf16_|fp16_|)zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt"
+)
+_EXPERT: Final = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
+_OTHER_LAYOUTS: Final = (
+    (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "pipeline-parallel layers"),
+    (re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt"), "experts of an old DeepSpeed"),
+    (re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt"), "expert optimizers without ZeRO"),
+)
+_LATEST: Final = "latest"
+_LONGEST_TAG: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerFile:
+    """The file of one (data-parallel, tensor-parallel) rank.
+
+    Attributes:
+        name: Name inside the tag folder.
+        prefix: ``"bf16_"``, ``"fp16_"`` or ``""``.
+        dp: Data-parallel rank.
+        tp: Tensor-parallel rank.
+    """
+
+    name: str
+    prefix: str
+    dp: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFile:
+    """The file of one expert of one layer."""
+
+    name: str
+    layer: int
+    expert: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class TagFolder:
+    """The files of one tag, by what their names say.
+
+    Attributes:
+        path: The folder.
+        below: Its name below the path that was opened, with a slash, or empty.
+        models: Model files by tensor-parallel rank.
+        optimizers: Optimizer files in the order of their names.
+        experts: Expert files in the order of their names.
+        unknown: Other ``.pt`` files.
+    """
+
+    path: Path
+    below: str
+    models: dict[int, str] = field(default_factory=dict)
+    optimizers: list[OptimizerFile] = field(default_factory=list)
+    experts: list[ExpertFile] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+
+def find_tag(path: Path) -> tuple[Path, str]:
+    """Return the tag folder of a checkpoint, and its name below `path` with a slash.
+
+    A folder with model files is a tag itself. Otherwise ``latest`` decides, and where there is
+    none, the only tag.
+
+    Raises:
+        FormatError: There is no tag, ``latest`` names none, or several tags exist and nothing
+            says which one is meant.
+    """
+    if _has_states(path):
+        return path, ""
+    tags = _tags(path)
+    known = f"tags here are {', '.join(tags)}" if tags else "there is no tag here"
+    if not tags:
+        raise FormatError(
+            "is no DeepSpeed checkpoint: neither it nor a folder in it has *_model_states.pt files",
+            where=str(path),
+        )
+    latest = path / _LATEST
+    if latest.is_file():
+        tag = _read_latest(latest)
+        if tag not in tags:
+            raise FormatError(
+                f"names the tag {tag!r}, which does not exist",
+                where=str(latest),
+                remedy=f"{known}: open one of these folders",
+            )
+        return path / tag, f"{tag}/"
+    if len(tags) > 1:
+        raise FormatError(
+            f"has {len(tags)} tags and no file {_LATEST!r} that says which one is meant",
+            where=str(path),
+            remedy=f"{known}: open one of these folders",
+        )
+    return path / tags[0], f"{tags[0]}/"
+
+
+def list_files(path: Path, below: str) -> TagFolder:
+    """Sort the files of a tag folder by what their names say.
+
+    Raises:
+        UnsupportedError: The names tell of something that cannot be read yet.
+    """
+    folder = TagFolder(path, below)
+    for name in _names(path):
+        if match := _MODEL.fullmatch(name):
+            folder.models[int(match[1])] = name
+        elif match := _OPTIMIZER.fullmatch(name):
+            folder.optimizers.append(
+                OptimizerFile(name, match[1], dp=int(match[2]), tp=int(match[3]))
+            )
+        elif match := _EXPERT.fullmatch(name):
+            folder.experts.append(ExpertFile(name, int(match[1]), int(match[2]), tp=int(match[3])))
+        elif _ZERO3_MODEL.fullmatch(name):
+            raise UnsupportedError(
+                f"is a ZeRO-3 checkpoint: {name} holds partitioned weights",
+                where=str(path),
+                remedy="ZeRO-1 and ZeRO-2 checkpoints can be read",
+            )
+        elif name.endswith(".pt"):
+            _refuse_other(path, name)
+            folder.unknown.append(name)
+    return folder
+
+
+def _refuse_other(path: Path, name: str) -> None:
+    for pattern, what in _OTHER_LAYOUTS:
+        if pattern.fullmatch(name):
+            raise UnsupportedError(
+                f"has {what}: {name}",
+                where=str(path),
+                remedy="ZeRO-1 and ZeRO-2 checkpoints with tensor, data and AutoEP expert "
+                "parallelism can be read",
+            )
+
+
+def _names(path: Path) -> list[str]:
+    """Names of the files in a folder, in natural order of the ranks."""
+    try:
+        names = [entry.name for entry in path.iterdir() if entry.is_file()]
+    except OSError as error:
+        raise ExecutionError(f"cannot be listed ({error.strerror})", where=str(path)) from error
+    return sorted(names, key=_natural)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d{0,9})", name)]
+
+
+def _has_states(path: Path) -> bool:
+    return any(
+        name.endswith("_model_states.pt") and ("mp_rank_" in name or "layer_" in name)
+        for name in _names(path)
+    )
+
+
+def _tags(path: Path) -> list[str]:
+    return sorted(_tag_names(path), key=_natural)
+
+
+def _tag_names(path: Path) -> Iterator[str]:
+    try:
+        folders = [entry for entry in path.iterdir() if entry.is_dir()]
+    except OSError as error:
+        raise ExecutionError(f"cannot be listed ({error.strerror})", where=str(path)) from error
+    for folder in folders:
+        if _has_states(folder):
+            yield folder.name
+
+
+def _read_latest(latest: Path) -> str:
+    try:
+        with latest.open("rb") as file:
+            text = file.read(_LONGEST_TAG + 1)
+    except OSError as error:
+        raise ExecutionError(f"cannot be read ({error.strerror})", where=str(latest)) from error
+    try:
+        tag = text.decode().strip()
+    except UnicodeDecodeError:
+        raise FormatError("is not the name of a tag: no UTF-8 text", where=str(latest)) from None
+    if len(text) > _LONGEST_TAG:
+        raise FormatError(f"is no tag: longer than {_LONGEST_TAG} bytes", where=str(latest))
+    return tag

@@ -1,0 +1,235 @@
+"""One ``zero_pp_rank_D_mp_rank_TT_optim_states.pt``: the flat partitions of one rank.
+
+Two classes of DeepSpeed write it. The ZeRO-1/2 optimizer (with a ``zero_stage``) cuts the padding
+at the end off the fp32 partition, and keeps it on the optimizer's own states unless
+``elastic_checkpoint`` is on. BF16_Optimizer (without ``zero_stage``) cuts nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from restride.checkpoint.values import Constructed, StoredTensor
+from restride.errors import CorruptError, FormatError, UnsupportedError
+from restride.formats.deepspeed._fields import Field
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["CONSUMED_KEYS", "FLAT_FP32", "Group", "ZeroFile", "read_zero_file"]
+
+CONSUMED_KEYS: Final = frozenset(
+    {
+        "base_optimizer_state",
+        "single_partition_of_fp32_groups",
+        "group_paddings",
+        "param_alignment_paddings",
+        "partition_count",
+        "param_slice_mappings",
+        "universal_checkpoint_info",
+    }
+)
+"""Keys of the optimizer's dict that become tensors and layouts; all others are carried."""
+
+FLAT_FP32: Final = "single_partition_of_fp32_groups"
+_PARTITIONED_WEIGHTS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The partition of one parameter group on one rank.
+
+    Attributes:
+        arrays: Flat tensors by state: the master weights as ``fp32``, and the optimizer's own.
+        scalars: Tensors without a dimension, such as ``step``, which hold for the whole group.
+        others: Entries of the optimizer state that are neither.
+        partition_numel: Elements of the partition, padding included.
+        padding_numel: Elements of padding that the file says are at its end.
+        partition_count: Number of ranks that share the group; None where it is not said.
+        alignment: Padding after each parameter of the group, in flat order; None where none is.
+        fragments: (numel, start in the partition) by parameter; None in old files.
+        where: File and group, for errors.
+    """
+
+    arrays: Mapping[str, StoredTensor]
+    scalars: Mapping[str, StoredTensor]
+    others: Mapping[str, Field]
+    partition_numel: int
+    padding_numel: int
+    partition_count: int | None
+    alignment: tuple[int, ...] | None
+    fragments: Mapping[str, tuple[int, int]] | None
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroFile:
+    """What the optimizer file of one (dp, tp) rank says.
+
+    Attributes:
+        name: Name of the file below the root of the checkpoint.
+        dp: Data-parallel rank, from the name.
+        tp: Tensor-parallel rank, from the name.
+        root: Everything in the file.
+        state: The optimizer's dict in it.
+        stage: ZeRO stage, where it is said.
+        groups: Partitions of the parameter groups.
+        param_groups: Hyperparameters of the groups, where they are stored.
+    """
+
+    name: str
+    dp: int
+    tp: int
+    root: Field
+    state: Field
+    stage: int | None
+    groups: tuple[Group, ...]
+    param_groups: tuple[Field, ...] = field(default=())
+
+    @property
+    def rank_name(self) -> str:
+        """The rank, for errors."""
+        return f"dp rank {self.dp}, tp rank {self.tp}"
+
+
+def read_zero_file(root: Field, name: str, dp: int, tp: int) -> ZeroFile:
+    """Read the inert content of an optimizer file.
+
+    Raises:
+        FormatError: It is none, or a part of it has another type than it must have.
+        CorruptError: Parts of it contradict each other.
+        UnsupportedError: It is of ZeRO-3.
+    """
+    if not root.is_mapping:
+        raise root.wrong("the dict of an optimizer file")
+    state = root.at("optimizer_state_dict")
+    stage = _stage(state.get("zero_stage"))
+    if stage == _PARTITIONED_WEIGHTS or state.get("fp32_flat_groups") is not None:
+        raise UnsupportedError(
+            "is a ZeRO-3 optimizer file",
+            where=root.where,
+            remedy="ZeRO-1 and ZeRO-2 checkpoints can be read",
+        )
+    flats = state.at(FLAT_FP32).elements()
+    own, hyper = _own_states(state.at("base_optimizer_state"), len(flats))
+    groups = tuple(
+        _read_group(state, number, flat, own[number], is_lean=stage is not None)
+        for number, flat in enumerate(flats)
+    )
+    return ZeroFile(name, dp, tp, root, state, stage, groups, hyper)
+
+
+def _stage(stored: Field | None) -> int | None:
+    """An enum member is pickled as its class called with its value."""
+    if stored is None:
+        return None
+    if isinstance(stored.value, Constructed) and len(stored.value.args) == 1:
+        return Field(stored.value.args[0], stored.where).integer()
+    return stored.integer()
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnState:
+    """The state of the wrapped optimizer for one group."""
+
+    stored: Field | None
+    is_padded: bool
+
+
+def _own_states(base: Field, count: int) -> tuple[list[_OwnState], tuple[Field, ...]]:
+    if base.is_sequence:  # elastic: one dict per group, with the padding cut off
+        listed = base.elements()
+        if len(listed) != count:
+            raise CorruptError(
+                f"has {len(listed)} groups, {FLAT_FP32} has {count}", where=base.where
+            )
+        return [_OwnState(entry, is_padded=False) for entry in listed], ()
+    hyper = base.at("param_groups").elements()
+    if len(hyper) != count:
+        raise CorruptError(
+            f"has {len(hyper)} param_groups, {FLAT_FP32} has {count}", where=base.where
+        )
+    states = dict(base.at("state").numbered())
+    own: list[_OwnState] = []
+    for entry in hyper:
+        numbers = entry.at("params").integers()
+        if len(numbers) != 1:
+            raise FormatError(
+                f"has {len(numbers)} parameters, the flat partition of a group is one",
+                where=f"{entry.where}['params']",
+            )
+        # A group that has never been stepped has no state.
+        own.append(_OwnState(states.pop(numbers[0], None), is_padded=True))
+    if states:
+        raise CorruptError(
+            f"has states of parameters {sorted(states)[:8]}, which no group has", where=base.where
+        )
+    return own, hyper
+
+
+def _read_group(state: Field, number: int, flat: Field, own: _OwnState, *, is_lean: bool) -> Group:
+    padding = _per_group(state, "group_paddings", number)
+    padding_numel = padding.integer() if padding else 0
+    master_numel = _flat_numel(flat)
+    partition_numel = master_numel + padding_numel if is_lean else master_numel
+    arrays, scalars, others = {"fp32": flat.tensor()}, {}, {}
+    expected = partition_numel if own.is_padded else master_numel
+    for stored_key, entry in own.stored.items() if own.stored else ():
+        # Our own two names mean the weights; no optimizer calls a state so, but a file may.
+        key = f"optimizer_{stored_key}" if stored_key in {"fp32", "weight"} else stored_key
+        value = entry.value
+        if not isinstance(value, StoredTensor):
+            others[key] = entry
+        elif not value.shape:
+            scalars[key] = value
+        elif value.shape == (expected,):
+            _flat_numel(entry)
+            arrays[key] = value
+        else:
+            others[key] = entry
+    count = _per_group(state, "partition_count", number)
+    alignment = _per_group(state, "param_alignment_paddings", number)
+    return Group(
+        arrays,
+        scalars,
+        others,
+        partition_numel,
+        padding_numel,
+        count.integer(at_least=1) if count else None,
+        alignment.integers() if alignment else None,
+        _fragments(_per_group(state, "param_slice_mappings", number)),
+        flat.where,
+    )
+
+
+def _per_group(state: Field, key: str, number: int) -> Field | None:
+    """Entry of one group in a list; old files have one number for all groups."""
+    stored = state.get(key)
+    if stored is None or not stored.is_sequence:
+        return stored
+    listed = stored.elements()
+    if number >= len(listed):
+        raise CorruptError(f"has {len(listed)} groups, {FLAT_FP32} has more", where=stored.where)
+    return listed[number]
+
+
+def _flat_numel(stored: Field) -> int:
+    tensor = stored.tensor()
+    if len(tensor.shape) != 1:
+        raise stored.wrong("a flat tensor")
+    if tensor.shape[0] > 1 and tensor.strides != (1,):
+        raise UnsupportedError(
+            f"is a flat partition with stride {tensor.strides[0]}", where=stored.where
+        )
+    return tensor.shape[0]
+
+
+def _fragments(stored: Field | None) -> dict[str, tuple[int, int]] | None:
+    if stored is None:
+        return None
+    fragments = {
+        name: (entry.attribute("numel").integer(), entry.attribute("start").integer())
+        for name, entry in stored.items()
+    }
+    return {name: fragment for name, fragment in fragments.items() if fragment[0]}

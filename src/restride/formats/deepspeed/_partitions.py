@@ -1,0 +1,266 @@
+"""The flat partitions of all ranks, checked against each other: which rank has which fragment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from restride.checkpoint.catalog import Finding
+from restride.errors import CorruptError
+from restride.formats.deepspeed._flat import check_partition, fragments_of, lay_out
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from restride.algebra.layout import Shape
+    from restride.formats.deepspeed._experts import ExpertParameter
+    from restride.formats.deepspeed._flat import Fragment, Slot
+    from restride.formats.deepspeed._model import ModelFile, Shapes
+    from restride.formats.deepspeed._optimizer import Group, ZeroFile
+    from restride.formats.deepspeed._run import Run
+
+__all__ = ["FlatCut", "Holding", "Partitions", "read_partitions"]
+
+_ROUND_ROBIN: Final = "round_robin_gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One fragment of one parameter, in the file of one rank.
+
+    Attributes:
+        rank: Rank on the mesh ``dp, tp``.
+        cutter: Rank of the layout whose shard is cut: the tensor-parallel or expert-parallel one.
+        fragment: The run of that shard, and where it stands in the rank's partition.
+        group: The partition, or None where the file is missing.
+    """
+
+    rank: int
+    cutter: int
+    fragment: Fragment
+    group: Group | None
+
+
+@dataclass(slots=True)
+class FlatCut:
+    """How the shards of one parameter are cut into fragments.
+
+    Attributes:
+        outer_stride: Distance on the mesh between two ranks that hold neighbouring shards.
+        inner_stride: Distance on the mesh between two partitions of one buffer.
+        holdings: The fragments over all ranks.
+    """
+
+    outer_stride: int
+    inner_stride: int
+    holdings: list[Holding] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all files with a fragment are there."""
+        return all(holding.group is not None for holding in self.holdings)
+
+
+@dataclass(slots=True)
+class Partitions:
+    """What the optimizer files hold, by parameter.
+
+    Attributes:
+        cuts: The fragments of each parameter.
+        groups: For each parameter the partitions of its group on all ranks that have a file, for
+            states that hold for a whole group.
+        members: Names of the parameters of each group, in flat order.
+    """
+
+    cuts: dict[str, FlatCut] = field(default_factory=dict)
+    groups: dict[str, dict[int, Group]] = field(default_factory=dict)
+    members: list[tuple[str, ...]] = field(default_factory=list)
+
+
+def read_partitions(run: Run, experts: Mapping[str, ExpertParameter]) -> Partitions:
+    """Match the partitions of all ranks to the parameters of the model files.
+
+    Raises:
+        CorruptError: Files contradict each other or the shapes in the model files.
+        UnsupportedError: The parameters are cut in a way that is not known.
+    """
+    found = Partitions()
+    if not run.zeros:
+        return found
+    reader = _Reader(run, experts, found)
+    for tp in range(run.tp_size):
+        reader.read(tp)
+    if reader.is_reordered:
+        message = (
+            "round_robin_gradients is on, and param_slice_mappings is in the order before the "
+            "round robin (a fault of DeepSpeed): the fragments are taken from param_shapes, which "
+            "the weights agree with; ds_to_universal mixes the parameters up"
+        )
+        run.findings.append(Finding("warning", "slice-mapping-order", message))
+    return found
+
+
+class _Reader:
+    def __init__(self, run: Run, experts: Mapping[str, ExpertParameter], found: Partitions) -> None:
+        self._run = run
+        self._experts = experts
+        self._found = found
+        self.is_reordered = False
+
+    def read(self, tp: int) -> None:
+        """Read the files of one tensor-parallel rank."""
+        run = self._run
+        model = run.models[tp]
+        files = {dp: run.zeros[dp, tp] for dp in range(run.dp_size) if (dp, tp) in run.zeros}
+        shapes = model.param_shapes
+        if shapes is None:
+            raise CorruptError(
+                "has no param_shapes, yet there are optimizer files", where=model.root.where
+            )
+        for zero in files.values():
+            if len(zero.groups) != len(shapes):
+                raise CorruptError(
+                    f"has {len(zero.groups)} parameter groups, {model.name} has {len(shapes)}",
+                    where=f"{zero.name}: {zero.rank_name}",
+                )
+        for number, members in enumerate(shapes):
+            self._read_group(model, files, number, members)
+            if not tp:
+                self._found.members.append(tuple(members))
+
+    def _read_group(
+        self, model: ModelFile, files: Mapping[int, ZeroFile], number: int, members: Shapes
+    ) -> None:
+        run = self._run
+        cutters = self._expert_ranks(members, model)
+        if run.dp_size % cutters:
+            raise CorruptError(
+                f"{run.dp_size} data-parallel ranks do not hold {cutters} expert-parallel ones",
+                where=f"{model.root.where}: param_shapes[{number}]",
+            )
+        count = run.dp_size // cutters
+        groups = {dp: zero.groups[number] for dp, zero in files.items()}
+        for name in members:
+            self._found.groups.setdefault(name, {}).update(
+                {run.rank(dp, model.tp): group for dp, group in groups.items()}
+            )
+        places = {self._expert_place(dp, cutters): dp for dp in range(run.dp_size)}
+        for cutter in range(cutters if groups else 0):
+            slots = self._slots(self._held(members, cutter), groups)
+            by_partition = [places[cutter, partition] for partition in range(count)]
+            for partition, dp in enumerate(by_partition):
+                if dp in files:
+                    self._check(files[dp], number, slots, partition, count)
+            self._hold(slots, by_partition, groups, cutter, model.tp)
+
+    def _slots(self, held: Shapes, groups: Mapping[int, Group]) -> tuple[Slot, ...]:
+        first = next(iter(groups.values()))
+        for group in groups.values():
+            if group.alignment != first.alignment:
+                raise CorruptError(
+                    f"param_alignment_paddings are not those of {first.where}", where=group.where
+                )
+        return lay_out(held, first.alignment, first.where)
+
+    def _check(
+        self, zero: ZeroFile, number: int, slots: Sequence[Slot], partition: int, count: int
+    ) -> None:
+        try:
+            order = check_partition(
+                zero.groups[number],
+                slots,
+                partition,
+                count,
+                is_lean=zero.stage is not None,
+                is_round_robin=self._is_round_robin(zero),
+            )
+        except CorruptError as error:
+            raise error.located(zero.rank_name) from None
+        self.is_reordered |= order == "group"
+
+    def _hold(
+        self,
+        slots: Sequence[Slot],
+        by_partition: Sequence[int],
+        groups: Mapping[int, Group],
+        cutter: int,
+        tp: int,
+    ) -> None:
+        width = _agreed_width(groups)
+        for slot in slots:
+            holdings = self._cut(slot.name).holdings
+            for fragment in fragments_of(slot, width):
+                dp = by_partition[fragment.partition]
+                holdings.append(
+                    Holding(
+                        self._run.rank(dp, tp),
+                        cutter if slot.name in self._experts else tp,
+                        fragment,
+                        groups.get(dp),
+                    )
+                )
+
+    def _cut(self, name: str) -> FlatCut:
+        if name not in self._found.cuts:
+            strides = 1, self._run.tp_size
+            if name in self._experts:
+                ranks = self._experts[name].rank_count
+                strides = (self._run.dp_size // ranks, 1) if self._is_data_first() else (1, ranks)
+            self._found.cuts[name] = FlatCut(*strides)
+        return self._found.cuts[name]
+
+    def _expert_ranks(self, members: Iterable[str], model: ModelFile) -> int:
+        """Number of expert-parallel ranks that a group is spread over; 1 for dense parameters."""
+        counts = {
+            self._experts[name].rank_count if name in self._experts else 1 for name in members
+        }
+        if len(counts) > 1:
+            raise CorruptError(
+                "a parameter group mixes experts with other parameters", where=model.root.where
+            )
+        return counts.pop() if counts else 1
+
+    def _expert_place(self, dp: int, cutters: int) -> tuple[int, int]:
+        """Find (expert-parallel rank, partition) of a data-parallel rank.
+
+        Neighbouring ranks hold different experts, unless the run was told to put data parallelism
+        first (deepspeed 0.19.8 `utils/groups.py`).
+        """
+        if self._is_data_first():
+            return divmod(dp, self._run.dp_size // cutters)
+        return dp % cutters, dp // cutters
+
+    def _held(self, members: Shapes, cutter: int) -> dict[str, Shape]:
+        """Shapes of the shards that an expert-parallel rank holds."""
+        return {
+            name: (len(self._experts[name].placement[cutter]), *shape[1:])
+            if name in self._experts
+            else shape
+            for name, shape in members.items()
+        }
+
+    def _is_data_first(self) -> bool:
+        config = self._run.models[0].root.get("ds_config")
+        stored = config.get("use_data_before_expert_parallelism") if config else None
+        return stored is not None and stored.value is True
+
+    def _is_round_robin(self, zero: ZeroFile) -> bool:
+        config = zero.root.get("ds_config")
+        section = config.get("zero_optimization") if config else None
+        stored = section.get(_ROUND_ROBIN) if section else None
+        return stored is not None and stored.value is True
+
+
+def _agreed_width(groups: Mapping[int, Group]) -> int:
+    """Elements of a partition, which all ranks of a group must have in common."""
+    first: Group | None = None
+    for group in groups.values():
+        if first is None:
+            first = group
+        elif group.partition_numel != first.partition_numel:
+            raise CorruptError(
+                f"the partition has {group.partition_numel} elements with its padding, "
+                f"{first.where} has {first.partition_numel}",
+                where=group.where,
+            )
+    return first.partition_numel if first else 0

@@ -1,0 +1,231 @@
+"""All files of one checkpoint, opened and matched to the ranks that wrote them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from restride.algebra.mesh import Mesh
+from restride.checkpoint.catalog import FileEntry, Finding, Region
+from restride.errors import CorruptError, FormatError
+from restride.formats.deepspeed._fields import Field
+from restride.formats.deepspeed._files import find_tag, list_files
+from restride.formats.deepspeed._model import read_model_file
+from restride.formats.deepspeed._optimizer import read_zero_file
+from restride.storage.torch_zip import open_torch_zip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from restride.checkpoint.values import StoredTensor
+    from restride.formats.deepspeed._files import OptimizerFile, TagFolder
+    from restride.formats.deepspeed._model import ModelFile
+    from restride.formats.deepspeed._optimizer import ZeroFile
+
+__all__ = ["FileTable", "Run", "open_run"]
+
+_MOST_NAMED: Final = 5
+
+
+class FileTable:
+    """The files that were opened, in the order of the catalog."""
+
+    def __init__(self, folder: TagFolder) -> None:
+        self._folder = folder
+        self._numbers: dict[str, int] = {}
+        self.entries: list[FileEntry] = []
+
+    def open(self, name: str) -> Field:
+        """Open one file of the tag folder and return what it holds.
+
+        Raises:
+            FormatError: It is no file of ``torch.save``.
+        """
+        file = open_torch_zip(self._folder.path / name)
+        self._numbers[file.path] = len(self.entries)
+        self.entries.append(FileEntry(self._folder.below + name, file.nbytes))
+        return Field(file.value, self._folder.below + name)
+
+    def region(self, tensor: StoredTensor, skipped_numel: int = 0) -> Region:
+        """Return the place of a tensor, or of a later element of it."""
+        skipped_nbytes = skipped_numel * tensor.storage.dtype.itemsize_nbytes
+        return Region(self._numbers[tensor.storage.file], tensor.start_nbytes + skipped_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The files of a checkpoint, by rank.
+
+    Attributes:
+        root: What was opened.
+        folder: The files of the tag.
+        files: Those that were opened.
+        dp_size: Data-parallel ranks.
+        tp_size: Tensor-parallel ranks.
+        models: Model file of each tensor-parallel rank.
+        zeros: Optimizer file of each (dp, tp) rank that has one.
+        stage: ZeRO stage, where it is said.
+        findings: What was noticed; readers add to it.
+    """
+
+    root: Path
+    folder: TagFolder
+    files: FileTable
+    dp_size: int
+    tp_size: int
+    models: tuple[ModelFile, ...]
+    zeros: dict[tuple[int, int], ZeroFile]
+    stage: int | None
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks; tensor parallelism is the fastest."""
+        return Mesh((("dp", self.dp_size), ("tp", self.tp_size)))
+
+    def rank(self, dp: int, tp: int) -> int:
+        """Rank on the mesh ``dp, tp``."""
+        return dp * self.tp_size + tp
+
+
+def open_run(root: Path) -> Run:
+    """Open the files of a checkpoint.
+
+    Raises:
+        FormatError: It is no DeepSpeed checkpoint, or a file is not what its name says.
+        CorruptError: Files contradict each other, or the weights of a rank are missing.
+        UnsupportedError: It is a DeepSpeed checkpoint of a kind that cannot be read.
+    """
+    folder = list_files(*find_tag(root))
+    if not folder.models:
+        raise FormatError(
+            "has no mp_rank_*_model_states.pt with the weights",
+            where=str(folder.path),
+        )
+    files = FileTable(folder)
+    opened = {
+        tp: read_model_file(files.open(name), folder.below + name, tp)
+        for tp, name in sorted(folder.models.items())
+    }
+    tp_size = _agreed(((model.tp_size, model.name) for model in opened.values()), "mp_world_size")
+    models = _models(opened, tp_size or len(opened), folder)
+    said = _agreed(((model.dp_size, model.name) for model in models), "dp_world_size")
+    dp_size = said or 1 + max((file.dp for file in folder.optimizers), default=0)
+    findings = list(_strangers(opened, models, folder, dp_size))
+    chosen = _choose(folder, models, dp_size)
+    zeros = {
+        rank: read_zero_file(files.open(file.name), folder.below + file.name, file.dp, file.tp)
+        for rank, file in sorted(chosen.items())
+    }
+    stage = _agreed(((zero.stage, zero.name) for zero in zeros.values()), "zero_stage")
+    run = Run(root, folder, files, dp_size, len(models), models, zeros, stage, findings)
+    findings.extend(_missing(run))
+    return run
+
+
+def _agreed(said: Iterable[tuple[int | None, str]], key: str) -> int | None:
+    """Return the one value that all files which have one agree on."""
+    values: dict[int, str] = {}
+    for value, name in said:
+        if value is not None:
+            values.setdefault(value, name)
+    if len(values) > 1:
+        (first, first_name), (second, second_name) = list(values.items())[:2]
+        raise CorruptError(
+            f"{key} is {first}, in {second_name} it is {second}",
+            where=first_name,
+            remedy="put only the files of one save into the folder",
+        )
+    return next(iter(values), None)
+
+
+def _models(opened: dict[int, ModelFile], tp_size: int, folder: TagFolder) -> tuple[ModelFile, ...]:
+    missing = [tp for tp in range(tp_size) if tp not in opened]
+    if missing:
+        names = ", ".join(f"mp_rank_{tp:02d}_model_states.pt" for tp in missing[:_MOST_NAMED])
+        raise CorruptError(
+            f"{len(missing)} of {tp_size} model files are missing: {names}", where=str(folder.path)
+        )
+    return tuple(opened[tp] for tp in range(tp_size))
+
+
+def _choose(
+    folder: TagFolder, models: tuple[ModelFile, ...], dp_size: int
+) -> dict[tuple[int, int], OptimizerFile]:
+    """Pick the optimizer file of each rank; the precision of the run decides between prefixes."""
+    found: dict[tuple[int, int], list[OptimizerFile]] = defaultdict(list)
+    for file in folder.optimizers:
+        if file.dp < dp_size and file.tp < len(models):
+            found[file.dp, file.tp].append(file)
+    chosen: dict[tuple[int, int], OptimizerFile] = {}
+    for rank, files in found.items():
+        wanted = [file for file in files if file.prefix == _prefix(models[0])]
+        picked = files if len(files) == 1 else wanted
+        if len(picked) != 1:
+            raise CorruptError(
+                f"dp rank {rank[0]}, tp rank {rank[1]} has {len(files)} optimizer files: "
+                f"{', '.join(file.name for file in files)}",
+                where=str(folder.path),
+                remedy="put only the files of one save into the folder",
+            )
+        chosen[rank] = picked[0]
+    return chosen
+
+
+def _prefix(model: ModelFile) -> str:
+    """Prefix that a run with this configuration writes (deepspeed 0.19.8 `runtime/engine.py`)."""
+    config = model.root.get("ds_config")
+    section = config.get("bf16") if config is not None and config.is_mapping else None
+    enabled = section.get("enabled") if section is not None and section.is_mapping else None
+    return "bf16_" if enabled is not None and enabled.value is True else ""
+
+
+def _strangers(
+    opened: dict[int, ModelFile],
+    models: tuple[ModelFile, ...],
+    folder: TagFolder,
+    dp_size: int,
+) -> Iterable[Finding]:
+    """Tell of files that the ranks of this save did not write."""
+    tp_size = len(models)
+    stale = [model.name for tp, model in opened.items() if tp >= tp_size]
+    stale += [
+        folder.below + file.name
+        for file in folder.optimizers
+        if file.dp >= dp_size or file.tp >= tp_size
+    ]
+    for name in stale:
+        yield Finding(
+            "warning",
+            "stale-file",
+            f"{name} is of a rank that a run with dp={dp_size}, tp={tp_size} does not have; it is "
+            "left out",
+            name,
+        )
+    for name in folder.unknown:
+        yield Finding("note", "unknown-file", f"{name} is no file of DeepSpeed's", name)
+
+
+def _missing(run: Run) -> Iterable[Finding]:
+    if not run.zeros:
+        message = "there are no optimizer files: only the weights can be read"
+        yield Finding("note", "no-optimizer", message, str(run.folder.path))
+        return
+    missing = [
+        (dp, tp)
+        for dp in range(run.dp_size)
+        for tp in range(run.tp_size)
+        if (dp, tp) not in run.zeros
+    ]
+    if missing:
+        named = ", ".join(f"dp {dp} tp {tp}" for dp, tp in missing[:_MOST_NAMED])
+        yield Finding(
+            "error",
+            "missing-file",
+            f"{len(missing)} of {run.dp_size * run.tp_size} optimizer files are missing ({named}); "
+            "the states that they hold parts of are left out",
+            str(run.folder.path),
+            {"ranks": [list(rank) for rank in missing]},
+        )

@@ -1,0 +1,155 @@
+"""What a checkpoint stores besides tensors, as JSON values, and where the ranks differ in it.
+
+model        top-level entries of the first model file: steps, scheduler, configuration, client
+optimizer    entries of the first optimizer file: loss scaler, hyperparameters of the groups
+other_files  by file: what the files of other ranks have that the first one has not
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from restride.checkpoint.catalog import Finding
+from restride.formats.deepspeed import _model, _optimizer
+from restride.formats.deepspeed._values import JsonWriter
+from restride.storage.ranges import FilePool
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from restride.checkpoint.values import StoredTensor
+    from restride.formats.deepspeed._fields import Field
+    from restride.formats.deepspeed._optimizer import ZeroFile
+    from restride.formats.deepspeed._run import Run
+    from restride.formats.deepspeed._values import Json
+
+__all__ = ["read_values"]
+
+# Geometry that has become layouts; it is by far the largest part of a file's metadata.
+_MAP_KEYS: Final = frozenset({"affine_map", "affine_maps"})
+_COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "iteration")
+
+
+def read_values(
+    run: Run,
+    members: Sequence[Sequence[str]],
+    extras: Mapping[str, Mapping[str, Field]],
+) -> dict[str, Json]:
+    """Read everything in the files that is no tensor of the model or its optimizer.
+
+    Args:
+        run: The files. Findings are added to it: steps that disagree, tensors left behind.
+        members: Names of the parameters of each optimizer group, in flat order.
+        extras: By file, entries of expert files that are no weights.
+
+    Raises:
+        CorruptError: The values of a file unfold beyond any measure.
+    """
+    with FilePool() as pool:
+        models = [
+            (model.name, _entries(run, pool, _model_fields(model.root, model.extras)))
+            for model in run.models
+        ]
+        optimizers = [
+            (zero.name, _entries(run, pool, _optimizer_fields(zero), members=members))
+            for zero in run.zeros.values()
+        ]
+        others: dict[str, Json] = {
+            name: _entries(run, pool, fields) for name, fields in extras.items()
+        }
+        _compare_steps(run, pool)
+    _compare_counters(run, models)
+    values: dict[str, Json] = {"model": models[0][1]}
+    if optimizers:
+        values["optimizer"] = optimizers[0][1]
+    for files in (models, optimizers):
+        for name, entries in files[1:]:
+            different = {
+                key: value
+                for key, value in entries.items()
+                if key not in files[0][1] or files[0][1][key] != value
+            }
+            if different:
+                others[name] = different
+    values["other_files"] = others
+    return values
+
+
+def _model_fields(root: Field, extras: Sequence[Field]) -> dict[str, Field]:
+    fields = {key: entry for key, entry in root.items() if key not in _model.CONSUMED_KEYS}
+    # State dicts may hold objects, such as the extra state of a module.
+    return fields | {f"module.{extra.where.split(': module', 1)[-1]}": extra for extra in extras}
+
+
+def _optimizer_fields(zero: ZeroFile) -> dict[str, Field]:
+    fields = {key: entry for key, entry in zero.root.items() if key != "optimizer_state_dict"}
+    fields |= {
+        key: entry for key, entry in zero.state.items() if key not in _optimizer.CONSUMED_KEYS
+    }
+    for number, group in enumerate(zero.groups):
+        fields |= {f"state.{number}.{key}": entry for key, entry in group.others.items()}
+    return fields | {
+        f"param_groups.{number}": group for number, group in enumerate(zero.param_groups)
+    }
+
+
+def _entries(
+    run: Run,
+    pool: FilePool,
+    fields: Mapping[str, Field],
+    *,
+    members: Sequence[Sequence[str]] | None = None,
+) -> dict[str, Json]:
+    """Write the values of one file; parameters of a group get their names instead of numbers."""
+    writer = JsonWriter(lambda tensor: _read(pool, tensor), skipped_keys=_MAP_KEYS)
+    entries = {key: writer.of(field) for key, field in fields.items()}
+    for where in writer.left_behind:
+        message = f"{where} is a tensor too large to be carried as a value; it is only described"
+        run.findings.append(Finding("warning", "not-carried", message, where))
+    if members is None:
+        return entries
+    groups: list[Json] = []
+    for number, names in enumerate(members):
+        group = entries.pop(f"param_groups.{number}", None)
+        plain = group if isinstance(group, dict) else {}
+        groups.append({**plain, "params": list(names)})
+    return {**entries, "param_groups": groups}
+
+
+def _read(pool: FilePool, tensor: StoredTensor) -> bytes:
+    numel = 1
+    for size in tensor.shape:
+        numel *= size
+    buffer = bytearray(numel * tensor.storage.dtype.itemsize_nbytes)
+    pool.read_exact(tensor.storage.file, tensor.start_nbytes, buffer)
+    return bytes(buffer)
+
+
+def _compare_counters(run: Run, models: Sequence[tuple[str, Mapping[str, Json]]]) -> None:
+    first_name, first = models[0]
+    for name, entries in models[1:]:
+        for key in _COUNTERS:
+            if entries.get(key) != first.get(key):
+                message = (
+                    f"{key} is {entries.get(key)} in {name} and {first.get(key)} in {first_name}: "
+                    "the files are of different saves"
+                )
+                run.findings.append(Finding("error", "step-mismatch", message, name))
+
+
+def _compare_steps(run: Run, pool: FilePool) -> None:
+    """Compare the optimizer's step of each group over the ranks: a few bytes of each file."""
+    first: dict[int, tuple[str, bytes]] = {}
+    for zero in run.zeros.values():
+        for number, group in enumerate(zero.groups):
+            step = group.scalars.get("step")
+            if step is None:
+                continue
+            content = _read(pool, step)
+            name, expected = first.setdefault(number, (zero.name, content))
+            if content != expected:
+                message = (
+                    f"the optimizer step of group {number} in {zero.name} is not that in {name}: "
+                    "the files are of different saves"
+                )
+                run.findings.append(Finding("error", "step-mismatch", message, zero.name))

@@ -1,0 +1,228 @@
+"""Layouts and places of what the files store for one tensor.
+
+A weight is cut by the tensor-parallel ranks, and its shard is a tensor of the model file. A master
+weight or moment is cut once more: the shard is laid flat and the fragments go to the data-parallel
+ranks. That second cut is a layout like the first, and the two are chained; nothing else in this
+package knows of flat buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from restride.algebra.canonical import canonicalize
+from restride.algebra.compose import chain
+from restride.algebra.layout import Layout
+from restride.algebra.mesh import Mesh
+from restride.algebra.piece import Axis, Piece
+from restride.checkpoint.catalog import StateEntry
+from restride.errors import CorruptError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from restride.algebra.layout import Shape
+    from restride.checkpoint.catalog import Region
+    from restride.checkpoint.dtypes import DType
+    from restride.checkpoint.values import StoredTensor
+    from restride.formats.deepspeed._flat import Fragment
+    from restride.formats.deepspeed._optimizer import Group
+    from restride.formats.deepspeed._partitions import FlatCut, Holding
+    from restride.formats.deepspeed._run import FileTable
+
+__all__ = ["flat_states", "group_states", "stored_state"]
+
+# How a factor on the weights acts on what Adam keeps of their gradients (DESIGN.md, 4.1).
+_SCALE_POWERS: Final = {"fp32": 1, "exp_avg": -1, "exp_avg_sq": -2}
+
+
+def stored_state(
+    layout: Layout, tensors: Sequence[StoredTensor], files: FileTable, where: str
+) -> StateEntry:
+    """Describe a tensor whose shards are tensors of files, one for each rank of `layout`.
+
+    Args:
+        layout: How the ranks cut the tensor.
+        tensors: The shard of each rank, as it is stored: any strides.
+        files: The files.
+        where: Tensor, for errors.
+
+    Raises:
+        CorruptError: The shards have different dtypes.
+        UnsupportedError: A shard is a view in which elements share an address.
+    """
+    dtype = _one_dtype([(tensor.storage.dtype, tensor.storage.file) for tensor in tensors], where)
+    if not all(_is_dense(tensor.shape, tensor.strides) for tensor in tensors):
+        layout = _strided(layout, tensors, where)
+    regions = tuple(files.region(t) if prod(t.shape) else None for t in tensors)
+    return StateEntry(dtype, layout, regions)
+
+
+def flat_states(
+    layout: Layout, cut: FlatCut, mesh: Mesh, files: FileTable, where: str
+) -> dict[str, StateEntry]:
+    """Describe the master weight and the optimizer states of a parameter.
+
+    Args:
+        layout: How the tensor-parallel (or expert-parallel) ranks cut it.
+        cut: The fragments of their shards; all in files that are there.
+        mesh: The ranks that hold fragments, ``dp, tp``.
+        files: The files.
+        where: Tensor, for errors.
+
+    Raises:
+        CorruptError: A rank lacks a state that another one has, or has it in another dtype.
+        UnsupportedError: A state other than Adam's is stored of a scaled parameter.
+    """
+    groups = [(holding, holding.group) for holding in cut.holdings if holding.group is not None]
+    flat = _flat_layout(layout, cut, mesh)
+    names = dict.fromkeys(name for _, group in groups for name in group.arrays)
+    return {
+        name: StateEntry(
+            _one_dtype([_dtype_of(group, name, where) for _, group in groups], where),
+            _scaled(flat, name, where),
+            _regions(groups, name, mesh, files),
+        )
+        for name in names
+    }
+
+
+def group_states(
+    groups: Mapping[int, Group], mesh: Mesh, files: FileTable, where: str
+) -> dict[str, StateEntry]:
+    """Describe what is stored once for a whole group, such as the step: replicas of a scalar."""
+    states: dict[str, StateEntry] = {}
+    for name in dict.fromkeys(name for group in groups.values() for name in group.scalars):
+        held = {
+            rank: group.scalars[name] for rank, group in groups.items() if name in group.scalars
+        }
+        pieces = [Piece((), rank_base=rank) for rank in held]
+        states[name] = StateEntry(
+            _one_dtype([(t.storage.dtype, t.storage.file) for t in held.values()], where),
+            canonicalize(Layout(mesh, (), ((mesh.size, ()),), tuple(pieces))),
+            tuple(files.region(held[rank]) if rank in held else None for rank in range(mesh.size)),
+        )
+    return states
+
+
+def _flat_layout(layout: Layout, cut: FlatCut, mesh: Mesh) -> Layout:
+    """Chain the cut of the tensor with the cut of each of its shards into fragments."""
+    parts = Mesh((("part", mesh.size // layout.rank_count),))
+    fragments: dict[int, list[Fragment]] = {rank: [] for rank in range(layout.rank_count)}
+    for holding in cut.holdings:
+        fragments[holding.cutter].append(holding.fragment)
+    inner = {
+        rank: _fragment_layout(runs, layout.shard_numel(rank), parts)
+        for rank, runs in fragments.items()
+    }
+    first = inner[0]
+    return chain(
+        layout,
+        first if all(other == first for other in inner.values()) else inner,
+        mesh=mesh,
+        outer_stride=cut.outer_stride,
+        inner_stride=cut.inner_stride,
+    )
+
+
+def _fragment_layout(runs: Sequence[Fragment], numel: int, parts: Mesh) -> Layout:
+    """One flat shard over the partitions: the shard of a partition is its fragment."""
+    lengths = {run.partition: run.numel for run in runs}
+    pieces = [
+        Piece((Axis(run.numel, 1, 0, 1),) if run.numel > 1 else (), run.param_base, run.partition)
+        for run in runs
+    ]
+    shapes = [(lengths.get(part, 0),) for part in range(parts.size)]
+    return Layout.of(parts, (numel,), shapes, pieces)
+
+
+def _strided(layout: Layout, tensors: Sequence[StoredTensor], where: str) -> Layout:
+    """Chain the cut of the tensor with the memory order of its shards."""
+    one = Mesh((("memory", 1),))
+    inner: dict[int, Layout] = {}
+    for rank, tensor in enumerate(tensors):
+        sizes, strides, numel = tensor.shape, tensor.strides, prod(tensor.shape)
+        if not numel:
+            inner[rank] = Layout(one, (0,), ((1, (0,)),), ())
+            continue
+        if not _is_injective(sizes, strides):
+            raise UnsupportedError(
+                f"rank {rank} stores a view of shape {sizes} with strides {strides}, in which "
+                "elements share an address",
+                where=where,
+                remedy="save it after .contiguous()",
+            )
+        axes = tuple(
+            Axis(size, prod(sizes[dim + 1 :]), 0, stride)
+            for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True))
+            if size > 1
+        )
+        span = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        inner[rank] = Layout(one, (numel,), ((1, (span,)),), (Piece(axes),))
+    return chain(layout, inner, mesh=layout.mesh)
+
+
+def _is_dense(shape: Shape, strides: Shape) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return not prod(shape)
+        expected *= size
+    return True
+
+
+def _is_injective(shape: Shape, strides: Shape) -> bool:
+    """Whether no two elements stand at one address, for nested strides; others are refused."""
+    reach = 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+    return True
+
+
+def _scaled(layout: Layout, state: str, where: str) -> Layout:
+    """Apply the power of the scale that the state carries."""
+    if layout.is_exact or state == "fp32":
+        return layout
+    if state not in _SCALE_POWERS:
+        raise UnsupportedError(
+            f"is stored scaled by {layout.all_pieces[0].scale}, and how its state {state!r} "
+            "scales is not known",
+            where=where,
+        )
+    power = _SCALE_POWERS[state]
+    return replace(
+        layout,
+        all_pieces=tuple(replace(piece, scale=piece.scale**power) for piece in layout.all_pieces),
+    )
+
+
+def _dtype_of(group: Group, name: str, where: str) -> tuple[DType, str]:
+    tensor = group.arrays.get(name)
+    if tensor is None:
+        raise CorruptError(
+            f"has no state {name!r}, which other ranks have", where=f"{group.where}: {where}"
+        )
+    return tensor.storage.dtype, group.where
+
+
+def _one_dtype(found: Sequence[tuple[DType, str]], where: str) -> DType:
+    first, first_place = found[0]
+    for dtype, place in found:
+        if dtype != first:
+            raise CorruptError(f"is {dtype} in {place} and {first} in {first_place}", where=where)
+    return first
+
+
+def _regions(
+    groups: Sequence[tuple[Holding, Group]], name: str, mesh: Mesh, files: FileTable
+) -> tuple[Region | None, ...]:
+    places = {
+        holding.rank: files.region(group.arrays[name], holding.fragment.partition_base)
+        for holding, group in groups
+    }
+    return tuple(places.get(rank) for rank in range(mesh.size))

@@ -1,0 +1,244 @@
+"""Every tensor of a checkpoint as a catalog entry: parameters, experts, frozen ones, buffers."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from restride.algebra.mesh import Mesh
+from restride.checkpoint.catalog import Finding, TensorEntry
+from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._placement import Placement
+from restride.formats.deepspeed._states import flat_states, group_states, stored_state
+from restride.layouts.fused_names import find_wrong_cut
+from restride.layouts.gathered import experts as experts_layout
+from restride.layouts.replicated import replicated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from restride.algebra.layout import Layout, Shape
+    from restride.checkpoint.catalog import StateEntry
+    from restride.formats.deepspeed._expert_files import ExpertFiles
+    from restride.formats.deepspeed._experts import ExpertParameter
+    from restride.formats.deepspeed._model import ModelFile
+    from restride.formats.deepspeed._partitions import Partitions
+    from restride.formats.deepspeed._run import Run
+
+__all__ = ["read_tensors"]
+
+
+def read_tensors(
+    run: Run,
+    experts: Mapping[str, ExpertParameter],
+    expert_files: ExpertFiles,
+    partitions: Partitions,
+) -> Iterator[TensorEntry]:
+    """Yield the tensors of a checkpoint in the order of the model.
+
+    Args:
+        run: The files. Findings are added to it.
+        experts: Stacked experts by name.
+        expert_files: Their weights.
+        partitions: What the optimizer files hold.
+
+    Raises:
+        CorruptError: Files contradict each other.
+        UnsupportedError: Nothing says how a parameter is cut.
+    """
+    yield from _Reader(run, experts, expert_files, partitions).read()
+
+
+class _Reader:
+    def __init__(
+        self,
+        run: Run,
+        experts: Mapping[str, ExpertParameter],
+        expert_files: ExpertFiles,
+        partitions: Partitions,
+    ) -> None:
+        self._run = run
+        self._experts = experts
+        self._expert_files = expert_files
+        self._partitions = partitions
+        self._tp_mesh = Mesh((("tp", run.tp_size),))
+        self._placements = _placements(run, self._tp_mesh)
+        self._trained = dict.fromkeys(
+            name for model in run.models for group in model.param_shapes or () for name in group
+        )
+        self._frozen = {name for model in run.models for name in model.frozen}
+        self._buffers = run.models[0].buffer_names
+        self._aliases = self._find_aliases()
+
+    def read(self) -> Iterator[TensorEntry]:
+        """Yield the tensors, each once and under its first name."""
+        first = self._run.models[0]
+        for name in dict.fromkeys([*first.weights, *self._trained]):
+            if name in self._experts:
+                yield self._expert(self._experts[name])
+            elif name in self._buffers:
+                yield self._buffer(name)
+            elif name not in self._aliases:
+                yield self._parameter(name)
+
+    def _parameter(self, name: str) -> TensorEntry:
+        run, where = self._run, f"tensor {name!r}"
+        layout = self._layout(name)
+        states: dict[str, StateEntry] = {}
+        if all(name in model.weights for model in run.models):
+            shards = [model.weights[name] for model in run.models]
+            states["weight"] = stored_state(layout, shards, run.files, where)
+        else:
+            self._warn("no-weight", f"{where} is in no model file", name)
+        states |= self._optimizer_states(name, layout)
+        is_untracked = name not in self._trained and name not in self._frozen
+        if is_untracked and run.zeros:
+            message = (
+                f"{where} is unknown to the optimizer: it is frozen, or stored a second time "
+                "under another name"
+            )
+            run.findings.append(Finding("note", "untracked", message, where))
+        wrong = find_wrong_cut(name, layout)
+        if wrong is not None:
+            self._warn("fused-cut", f"{where}: {wrong}", name)
+        if self._placements[0].is_averaged(name):
+            message = f"{where}: ranks hold copies that drift, DeepSpeed averages them on resume"
+            run.findings.append(Finding("note", "averaged", message, where))
+        return TensorEntry(
+            name,
+            "parameter",
+            layout,
+            states,
+            is_frozen=bool(layout.full_numel)
+            and (name in self._frozen or (is_untracked and bool(run.zeros))),
+            aliases=tuple(alias for alias, target in self._aliases.items() if target == name),
+        )
+
+    def _buffer(self, name: str) -> TensorEntry:
+        """Buffers are saved by every rank as it has them."""
+        shapes = self._shapes(name)
+        if any(shape != shapes[0] for shape in shapes):
+            raise UnsupportedError(
+                f"nothing says how a buffer of shapes {', '.join(map(str, shapes))} is cut",
+                where=f"tensor {name!r}",
+            )
+        layout = replicated(shapes[0], mesh=self._tp_mesh)
+        shards = [model.weights[name] for model in self._run.models]
+        entry = stored_state(layout, shards, self._run.files, f"tensor {name!r}")
+        return TensorEntry(name, "buffer", layout, {"weight": entry})
+
+    def _expert(self, expert: ExpertParameter) -> TensorEntry:
+        run, where = self._run, f"tensor {expert.name!r}"
+        shards = self._expert_files.weights(expert)
+        stored = self._shard_shape(run.models[0], expert.name)
+        if stored is None and shards is None:
+            raise CorruptError("is in no file", where=where)
+        shape = shards[0].shape if stored is None and shards else (stored or ())[1:]
+        held = len(expert.placement[0])
+        if stored is not None and stored[:1] != (held,):
+            raise CorruptError(
+                f"has shape {stored} in param_shapes, rank 0 is said to hold {held} experts",
+                where=f"{run.models[0].root.where}: {where}",
+            )
+        layout = expert.layout(shape)
+        states: dict[str, StateEntry] = {}
+        if shards is not None:
+            for tensor in shards:
+                if tensor.shape != shape:
+                    raise CorruptError(
+                        f"has shape {tensor.shape}, the other experts have {shape}",
+                        where=f"{tensor.storage.file}: {where}",
+                    )
+            by_file = experts_layout(
+                layout.full_shape, mesh=Mesh((("expert", expert.expert_count),))
+            )
+            states["weight"] = stored_state(by_file, shards, run.files, where)
+        states |= self._optimizer_states(expert.name, layout)
+        return TensorEntry(expert.name, "parameter", layout, states)
+
+    def _optimizer_states(self, name: str, layout: Layout) -> dict[str, StateEntry]:
+        run, cut = self._run, self._partitions.cuts.get(name)
+        if cut is None or not cut.holdings or not cut.is_whole:
+            return {}
+        where = f"tensor {name!r}"
+        return flat_states(layout, cut, run.mesh, run.files, where) | group_states(
+            self._partitions.groups[name], run.mesh, run.files, where
+        )
+
+    def _layout(self, name: str) -> Layout:
+        shapes = self._shapes(name)
+        layout = self._placements[0].layout(name, shapes)
+        for placement, model in zip(self._placements[1:], self._run.models[1:], strict=True):
+            if placement is not self._placements[0] and placement.layout(name, shapes) != layout:
+                raise CorruptError(
+                    f"is cut another way than {self._run.models[0].name} says",
+                    where=f"{model.name}: tensor {name!r}",
+                )
+        return layout
+
+    def _shapes(self, name: str) -> list[Shape]:
+        """Shape of the shard on each tensor-parallel rank."""
+        shapes: list[Shape] = []
+        for model in self._run.models:
+            shape = self._shard_shape(model, name)
+            if shape is None:
+                raise CorruptError(
+                    f"is not there, {self._run.models[0].name} has it",
+                    where=f"{model.name}: tensor {name!r}",
+                )
+            shapes.append(shape)
+        return shapes
+
+    def _shard_shape(self, model: ModelFile, name: str) -> Shape | None:
+        weight = model.weights.get(name)
+        if weight is not None:
+            return weight.shape
+        for group in model.param_shapes or ():
+            if name in group:
+                return group[name]
+        return model.frozen.get(name)
+
+    def _find_aliases(self) -> dict[str, str]:
+        """Other names of parameters: those that the run knew of, and those that share their bytes.
+
+        Only rank 0 knows of shared parameters, so its file speaks for all.
+        """
+        models = self._run.models
+        said = {alias: name for model in models for alias, name in model.aliases.items()}
+        for alias, name in said.items():
+            if alias in self._trained or name not in {*self._trained, *models[0].weights}:
+                problem = "has optimizer states" if alias in self._trained else "is not there"
+                raise CorruptError(
+                    f"{alias!r} is shared with {name!r}, and "
+                    f"{alias if alias in self._trained else name!r} {problem}",
+                    where=f"{models[0].root.where}: shared_params",
+                )
+        places = {
+            tuple(model.weights.get(name) for model in models): name for name in self._trained
+        }
+        for name in models[0].weights:
+            key = tuple(model.weights.get(name) for model in models)
+            is_free = name not in self._trained and name not in self._buffers
+            if is_free and name not in said and key in places and _is_stored(key):
+                said[name] = places[key]
+        return said
+
+    def _warn(self, kind: str, message: str, name: str) -> None:
+        self._run.findings.append(Finding("warning", kind, message, f"tensor {name!r}"))
+
+
+def _is_stored(views: tuple[object, ...]) -> bool:
+    return all(view is not None and prod(getattr(view, "shape", ())) for view in views)
+
+
+def _placements(run: Run, mesh: Mesh) -> list[Placement]:
+    """What each model file says of the layouts; equal metadata is read once."""
+    found: list[Placement] = []
+    first = run.models[0].root.get("universal_checkpoint_info")
+    for model in run.models:
+        info = model.root.get("universal_checkpoint_info")
+        is_same = bool(found) and (
+            info is None if first is None else info is not None and info.value == first.value
+        )
+        found.append(found[0] if is_same else Placement(info, mesh, model.root.where))
+    return found
