@@ -141,8 +141,10 @@ def _storage_dtype(kind: GlobalName) -> DType:
 
 def _indices(what: str, values: Value) -> tuple[int, ...]:
     """Check that values are plain integers that can index an element."""
-    if not isinstance(values, tuple) or len(values) > _LARGEST_NDIM:
+    if not isinstance(values, tuple):
         raise CorruptError(f"{what} of a tensor is {shown(values)}")
+    if len(values) > _LARGEST_NDIM:
+        raise CorruptError(f"{what} of a tensor has {len(values)} dimensions")
     checked: list[int] = []
     for value in values:
         if type(value) is not int or not 0 <= value <= _LARGEST:

@@ -126,7 +126,7 @@ def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
         yield entry
     if at != len(directory):
         raise CorruptError(
-            f"{len(directory) - at} bytes follow the {count} records of the directory"
+            f"{len(directory) - at} bytes follow {count} records in the zip directory"
         )
 
 
@@ -215,7 +215,9 @@ def _record(file: RangeFile, entry: _Entry, directory_start: int) -> ZipRecord:
         header = file.read(entry.header_start, header_nbytes)
     raw_name = header[_LOCAL.size : _LOCAL.size + name_nbytes]
     if (flags, method, raw_name) != (entry.flags, 0, entry.raw_name):
-        raise CorruptError(f"the header calls it {raw_name!r} with flags 0x{flags:04x}")
+        raise CorruptError(
+            f"the header calls it {raw_name!r} with flags 0x{flags:04x} and method {method}"
+        )
     words = _wide_words(header[_LOCAL.size + name_nbytes : header_nbytes])
     _require_sizes(entry, crc32, (nbytes, stored_nbytes), words)
     start = entry.header_start + header_nbytes

@@ -15,7 +15,8 @@ __all__ = ["ALL_ONES", "find_directory"]
 # A 32-bit field with this value says that the real one is in a 64-bit field elsewhere.
 ALL_ONES: Final = 0xFFFFFFFF
 _ALL_ONES_16: Final = 0xFFFF
-_STARTS: Final = frozenset({b"PK\3\4", b"PK\5\6"})
+# A record, or the end of a file without any.
+_STARTS: Final = frozenset({b"PK\3\4", b"PK\5\6", b"PK\6\6"})
 _END: Final = struct.Struct("<4s4H2LH")
 _LOCATOR: Final = struct.Struct("<4sLQL")
 _WIDE_END: Final = struct.Struct("<4sQ2H2L4Q")
@@ -34,12 +35,11 @@ def find_directory(file: RangeFile) -> tuple[int, int, int]:
         CorruptError: The file is cut off, something follows its end, or the two ends disagree.
         UnsupportedError: The file is one of several that belong together.
     """
-    end_start = file.nbytes - _END.size
-    if end_start < 0 or file.read(0, 4) not in _STARTS:
+    if file.read(0, min(4, file.nbytes)) not in _STARTS:
         raise FormatError("is not a zip file")
-    signature, *disks, here, count, nbytes, start, comment_nbytes = _END.unpack(
-        file.read(end_start, _END.size)
-    )
+    end_start = max(0, file.nbytes - _END.size)
+    end = file.read(end_start, file.nbytes - end_start).ljust(_END.size, b"\0")
+    signature, *disks, here, count, nbytes, start, comment_nbytes = _END.unpack(end)
     if signature != b"PK\5\6" or comment_nbytes:
         raise CorruptError(
             f"the file of {file.nbytes} bytes does not end with a zip directory: it was cut off, "

@@ -26,13 +26,15 @@ __all__ = ["Header", "HeaderTensor", "read_header"]
 
 _LENGTH_NBYTES: Final = 8
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+# As many dimensions as a tensor of torch can have.
+_Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor as the header spells it."""
 
     dtype: str
-    shape: tuple[_Size, ...]
+    shape: _Shape
     data_offsets: tuple[_Size, _Size]
 
 
