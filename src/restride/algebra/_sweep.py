@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_LIMIT", "Region", "lowest_missing", "sweep"]
 
 DEFAULT_LIMIT = 200_000
-"""Runs that a sweep may lay side by side before it gives up: about half a second."""
+"""Runs and regions that a sweep may handle before it gives up: about half a second."""
 
 # Every level costs two Python frames; layouts of frameworks need fewer than ten levels and loops.
 _MOST_DEPTH = 100
@@ -143,14 +143,23 @@ def lowest_missing(regions: Iterable[Region[T]], numel: int) -> int:
     Cost:
         O(regions * log(numel)).
     """
-    lattices = [(region.base, region.digits) for region in regions]
-    low, high = 0, numel - 1
+    undecided = [(region.base, region.digits) for region in regions]
+    low, high, below_low = 0, numel - 1, 0
     while low < high:
         middle = (low + high) // 2
-        if sum(count_below(lattice, middle + 1) for lattice in lattices) <= middle:
+        counts = [count_below(lattice, middle + 1) for lattice in undecided]
+        if below_low + sum(counts) <= middle:
             high = middle
+            undecided = [lattice for lattice in undecided if lattice[0] <= high]
         else:
             low = middle + 1
+            left = []
+            for lattice, count in zip(undecided, counts, strict=True):
+                if count == numel_of(lattice[1]):
+                    below_low += count
+                else:
+                    left.append(lattice)
+            undecided = left
     return low
 
 
@@ -200,6 +209,8 @@ class _Sweeper:
             key = tuple((start - base, digits, tags) for start, digits, tags in group)
             if key not in self._known:
                 self._known[key] = self._solve_blocks(key, depth)
+            # What is known costs nothing to solve, but it can still double on every level.
+            self._spend(len(self._known[key]))
             solved.extend((base + start, digits, tags) for start, digits, tags in self._known[key])
         return solved
 
@@ -262,6 +273,7 @@ class _Sweeper:
                 runs.append((block, block + extent, rest, lower))
             else:
                 for run in self._cut(base, lower, grid):
+                    self._spend(1)
                     runs.extend(_convolve(run, extent))
         return runs
 

@@ -198,11 +198,13 @@ def spoil(layout: Layout, random: Random) -> Layout:
         _duplicate,
         _change_shape,
     ]
-    while True:
-        try:
-            return random.choice(changes)(layout, random)
-        except LayoutError:  # the constructor refuses it already
-            continue
+    for _ in range(8):
+        for change in random.sample(changes, len(changes)):
+            try:
+                return change(layout, random)
+            except LayoutError:  # the constructor refuses it already
+                continue
+    return replace(layout, full_shape=(layout.full_numel + 1,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +422,8 @@ def _drop(layout: Layout, random: Random) -> Layout:
 def _duplicate(layout: Layout, random: Random) -> Layout:
     if layout.padding and random.random() < 0.5:
         return replace(layout, padding=(*layout.padding, random.choice(layout.padding)))
-    return replace(layout, all_pieces=(*layout.all_pieces, random.choice(layout.all_pieces)))
+    again = layout.all_pieces[_pick(layout, random)]
+    return replace(layout, all_pieces=(*layout.all_pieces, again))
 
 
 def _change_shape(layout: Layout, random: Random) -> Layout:
