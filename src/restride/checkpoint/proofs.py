@@ -1,0 +1,75 @@
+"""Prove the layouts of a catalog, and say in findings what does not hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from restride.algebra.coverage import Covered, explain, prove
+from restride.checkpoint.catalog import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from restride.algebra.coverage import Verdict
+    from restride.algebra.layout import Layout
+    from restride.checkpoint.catalog import Catalog, StateEntry
+
+__all__ = ["prove_catalog"]
+
+
+def prove_catalog(catalog: Catalog) -> Iterator[Finding]:
+    """Prove that every tensor and every state is whole, and that every shard lies inside its file.
+
+    Yields:
+        One error for each layout that has a hole, a gap or an overlap, with the witness, and one
+        for each shard that reaches past the end of its file.
+
+    Cost:
+        One proof per different layout; never walks elements.
+    """
+    verdicts: dict[tuple[Layout, str], Verdict] = {}
+
+    def proved(layout: Layout, side: str) -> Verdict:
+        key = (layout, side)
+        if key not in verdicts:
+            verdicts[key] = prove(layout, side="full" if side == "full" else "both")
+        return verdicts[key]
+
+    for tensor in catalog.tensors:
+        where = f"tensor {tensor.name!r}"
+        verdict = proved(tensor.layout, "both")
+        if not isinstance(verdict, Covered):
+            yield _finding(where, tensor.layout, verdict)
+        for state, entry in tensor.states.items():
+            # What a file holds between the pieces (alignment, other tensors) is nobody's business.
+            verdict = proved(entry.layout, "full")
+            if not isinstance(verdict, Covered):
+                yield _finding(f"{where}, state {state!r}", entry.layout, verdict)
+            yield from _outside(catalog, entry, f"{where}, state {state!r}")
+
+
+def _finding(where: str, layout: Layout, verdict: Verdict) -> Finding:
+    kind = type(verdict).__name__.lower()
+    return Finding("error", kind, f"{where}: {explain(verdict, layout)}", where)
+
+
+def _outside(catalog: Catalog, entry: StateEntry, where: str) -> Iterator[Finding]:
+    for rank, region in enumerate(entry.regions):
+        needed = _reach(entry, rank) * entry.dtype.itemsize_nbytes
+        if region is None:
+            if needed:
+                message = f"{where}: rank {rank} holds elements that no file has"
+                yield Finding("error", "missing-shard", message, where)
+            continue
+        file = catalog.files[region.file]
+        if region.start_nbytes + needed > file.nbytes:
+            message = (
+                f"{where}: the shard of rank {rank} ends at byte {region.start_nbytes + needed} "
+                f"of {file.name}, which has {file.nbytes}"
+            )
+            yield Finding("error", "truncated", message, where)
+
+
+def _reach(entry: StateEntry, rank: int) -> int:
+    """How many elements of the shard are needed: up to the last one that a piece touches."""
+    return max((piece.shard_range.stop for piece in entry.layout.pieces(rank)), default=0)

@@ -1,0 +1,92 @@
+"""Choose which states of a catalog go out, under which key and in which dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from restride.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from restride.checkpoint.catalog import Catalog, StateEntry, TensorEntry
+    from restride.checkpoint.dtypes import DType
+
+__all__ = ["Selected", "States", "select_optimizer", "select_weights"]
+
+States: TypeAlias = Literal["weights", "all"]
+
+# What a cast can produce; everything else is copied or refused.
+_CAST_TARGETS: Final = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """One array to write.
+
+    Attributes:
+        key: Name in the output.
+        tensor: Name of the tensor.
+        state: Name of the state that is read.
+        entry: Where it is.
+        dtype: Type to write.
+    """
+
+    key: str
+    tensor: str
+    state: str
+    entry: StateEntry
+    dtype: DType
+
+
+def select_weights(catalog: Catalog, dtype: DType | None = None) -> Iterator[Selected]:
+    """Yield one array per tensor, under the tensor's own name.
+
+    Without `dtype` that is the weight as it was trained. With it, parameters are read from the
+    state that has that very type, else from the master copy, so that no value is rounded twice.
+    Buffers and integers are kept as they are: a mask or a table of indices has no other dtype.
+
+    Raises:
+        UnsupportedError: A parameter has no weight and no master copy, or the cast is not known.
+    """
+    if dtype is not None and dtype.name not in _CAST_TARGETS:
+        raise UnsupportedError(
+            f"weights cannot be cast to {dtype.name}", remedy=f"choose {', '.join(_CAST_TARGETS)}"
+        )
+    for tensor in catalog.tensors:
+        state = _weight_state(tensor, dtype)
+        entry = tensor.states[state]
+        is_cast = dtype is not None and tensor.kind == "parameter" and entry.dtype.kind == "float"
+        wanted = dtype if is_cast and dtype is not None else entry.dtype
+        if wanted != entry.dtype and entry.dtype.name not in _CAST_TARGETS:
+            raise UnsupportedError(
+                f"{entry.dtype.name} cannot be cast to {wanted.name}",
+                where=f"tensor {tensor.name!r}",
+            )
+        yield Selected(tensor.name, tensor.name, state, entry, wanted)
+
+
+def select_optimizer(catalog: Catalog) -> Iterator[Selected]:
+    """Yield every other state, under ``TENSOR/STATE``, in the dtype it is stored in."""
+    for tensor in catalog.tensors:
+        for state, entry in tensor.states.items():
+            if state != "weight":
+                yield Selected(f"{tensor.name}/{state}", tensor.name, state, entry, entry.dtype)
+
+
+def _weight_state(tensor: TensorEntry, dtype: DType | None) -> str:
+    states = tensor.states
+    if dtype is None and "weight" in states:
+        return "weight"
+    if "weight" in states and (states["weight"].dtype == dtype or tensor.kind == "buffer"):
+        return "weight"
+    if "fp32" in states:
+        return "fp32"
+    if "weight" in states:
+        return "weight"
+    raise UnsupportedError(
+        f"the checkpoint has no weight, only {', '.join(sorted(states)) or 'nothing'}",
+        where=f"tensor {tensor.name!r}",
+        remedy="leave the tensor out or read the checkpoint that has its weights",
+    )

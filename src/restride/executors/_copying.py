@@ -1,0 +1,276 @@
+"""Carry out one step: read, compare replicas, cast. The only code that touches tensor bytes."""
+
+from __future__ import annotations
+
+from math import gcd, prod
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from restride.arrays.casts import cast, to_comparable
+from restride.checkpoint.dtypes import dtype_named
+from restride.errors import ReplicaError, UnsupportedError
+from restride.executors.events import ReplicaDrift
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from restride.checkpoint.dtypes import DType
+    from restride.planning.plan import Copy, Plan, RegionPlan, Step
+
+__all__ = ["Reader", "StepBuffers", "fill_step"]
+
+# Reading over a gap costs its bytes at memory speed, skipping it costs a system call.
+_WORTHWHILE_GAP_NBYTES: Final = 8192
+_LARGEST_WORD_NBYTES: Final = 8
+
+
+class Reader(Protocol):
+    """Positioned reads from the source files."""
+
+    def read_into(self, file: int, start_nbytes: int, buffer: memoryview, /) -> None:
+        """Fill `buffer` with the bytes of source file number `file` that start there."""
+
+
+class StepBuffers:
+    """The memory of one worker, allocated once and reused: first touch costs ten times a reuse."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.main: NDArray[np.uint8] = np.empty(plan.buffer_nbytes, np.uint8)
+        self.replica: NDArray[np.uint8] = np.empty(plan.buffer_nbytes, np.uint8)
+        self.span: NDArray[np.uint8] = np.empty(plan.buffer_nbytes, np.uint8)
+        self.read_nbytes = 0
+
+
+def fill_step(
+    step: Step,
+    reader: Reader,
+    buffers: StepBuffers,
+    on_drift: Callable[[ReplicaDrift], None],
+) -> NDArray[np.uint8]:
+    """Read one step into a buffer, compare its replicas, and cast it.
+
+    Args:
+        step: What to fill.
+        reader: Where the bytes come from.
+        buffers: Memory of the worker; the result may be a view of it.
+        on_drift: Receives differences between replicas where the policy lets the run go on.
+
+    Returns:
+        The bytes to write, in the target dtype.
+
+    Raises:
+        ReplicaError: Replicas differ and the policy is to check.
+        ExecutionError: Reading failed.
+    """
+    region = step.region
+    main = buffers.main[: step.numel * region.source_dtype.itemsize_nbytes]
+    if not step.is_filled:
+        main[:] = 0
+    for fill in step.fills:
+        _read(fill[0][1], main, reader, buffers)
+    for fill in step.fills:
+        if len(fill) > 1:
+            _settle(step, fill, main, reader, buffers, on_drift)
+    if region.source_dtype == region.target_dtype:
+        return main
+    return cast(main, region.source_dtype, region.target_dtype)
+
+
+def _settle(
+    step: Step,
+    fill: tuple[tuple[int, tuple[Copy, ...]], ...],
+    main: NDArray[np.uint8],
+    reader: Reader,
+    buffers: StepBuffers,
+    on_drift: Callable[[ReplicaDrift], None],
+) -> None:
+    """Compare the replicas of one fill with the one in `main`; average them where asked."""
+    region = step.region
+    replica = buffers.replica[: main.nbytes]
+    mean = _Mean(region, main) if region.replicas == "mean" else None
+    for rank, copies in fill[1:]:
+        # Overlaying the replica on a copy compares exactly its elements, however they are strewn.
+        replica[:] = main
+        _read(copies, replica, reader, buffers)
+        if not _same(main, replica):
+            drift = _difference(region, (fill[0][0], rank), copies, main, replica)
+            if region.replicas == "check":
+                raise _refusal(step, drift, main, replica)
+            on_drift(drift)
+        if mean is not None:
+            mean.add(replica)
+    if mean is not None:
+        mean.store(main)
+
+
+class _Mean:
+    """Sum of replicas in float64. Elements on which all of them agree keep their bits."""
+
+    def __init__(self, region: RegionPlan, first: NDArray[np.uint8]) -> None:
+        if region.source_dtype.kind != "float":
+            raise UnsupportedError(
+                f"a mean of {region.source_dtype} replicas has no meaning",
+                where=f"tensor {region.tensor!r}, state {region.state!r}",
+                remedy="choose the first one",
+            )
+        self.dtype = region.source_dtype
+        self.total = to_comparable(first, self.dtype).copy()
+        self.first = _words(self.dtype, first)
+        self.disagree = np.zeros(self.total.shape, np.bool_)
+        self.count = 1
+
+    def add(self, replica: NDArray[np.uint8]) -> None:
+        self.total += to_comparable(replica, self.dtype)
+        self.disagree |= _words(self.dtype, replica) != self.first
+        self.count += 1
+
+    def store(self, main: NDArray[np.uint8]) -> None:
+        mean = (self.total[self.disagree] / self.count).view(np.uint8)
+        fresh = cast(mean, dtype_named("float64"), self.dtype)
+        _words(self.dtype, main)[self.disagree] = _words(self.dtype, fresh)
+
+
+def _words(dtype: DType, buffer: NDArray[np.uint8]) -> NDArray[np.generic]:
+    """The elements of a buffer as bit patterns."""
+    if dtype.itemsize_nbytes > _LARGEST_WORD_NBYTES:
+        return buffer.view(f"V{dtype.itemsize_nbytes}")
+    return buffer.view(f"u{dtype.itemsize_nbytes}")
+
+
+def _same(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> bool:
+    """Compare bit for bit: equal NaNs are equal, +0.0 and -0.0 are not."""
+    wide = a.nbytes - a.nbytes % _LARGEST_WORD_NBYTES
+    return bool(
+        np.array_equal(a[:wide].view(np.uint64), b[:wide].view(np.uint64))
+        and np.array_equal(a[wide:], b[wide:])
+    )
+
+
+def _difference(
+    region: RegionPlan,
+    ranks: tuple[int, int],
+    copies: tuple[Copy, ...],
+    a: NDArray[np.uint8],
+    b: NDArray[np.uint8],
+) -> ReplicaDrift:
+    dtype = region.source_dtype
+    where = _words(dtype, a) != _words(dtype, b)
+    largest: float | None = None
+    if dtype.kind != "complex":
+        with np.errstate(invalid="ignore"):
+            gaps = np.abs(to_comparable(a, dtype)[where] - to_comparable(b, dtype)[where])
+        largest = float(np.max(gaps)) if not np.isnan(gaps).any() else float("nan")
+    payload = sum(copy.run_nbytes * prod(axis[0] for axis in copy.axes) for copy in copies)
+    return ReplicaDrift(
+        tensor=region.tensor,
+        state=region.state,
+        ranks=ranks,
+        numel=payload // dtype.itemsize_nbytes,
+        different_numel=int(np.count_nonzero(where)),
+        largest=largest,
+    )
+
+
+def _refusal(
+    step: Step, drift: ReplicaDrift, main: NDArray[np.uint8], replica: NDArray[np.uint8]
+) -> ReplicaError:
+    dtype = step.region.source_dtype
+    index = int(np.flatnonzero(_words(dtype, main) != _words(dtype, replica))[0])
+    values = ""
+    if dtype.kind != "complex":
+        itemsize = dtype.itemsize_nbytes
+        at = slice(index * itemsize, (index + 1) * itemsize)
+        first, second = (float(to_comparable(buffer[at], dtype)[0]) for buffer in (main, replica))
+        values = f" ({first:.9g} and {second:.9g})"
+    return ReplicaError(
+        f"ranks {drift.ranks[0]} and {drift.ranks[1]} hold different copies of the same elements, "
+        f"the first at element {step.start + index}{values}",
+        ranks=drift.ranks,
+        different_numel=drift.different_numel,
+        largest=drift.largest,
+        where=f"tensor {drift.tensor!r}, state {drift.state!r}",
+        remedy="see the whole table with `restride check`, then decide: --replicas first or mean",
+    )
+
+
+def _read(
+    copies: Sequence[Copy], target: NDArray[np.uint8], reader: Reader, buffers: StepBuffers
+) -> None:
+    for copy in copies:
+        _read_block(
+            copy.file,
+            copy.source_start_nbytes,
+            copy.target_start_nbytes,
+            copy.axes,
+            copy.run_nbytes,
+            target,
+            reader,
+            buffers,
+        )
+
+
+def _read_block(
+    file: int,
+    source_start: int,
+    target_start: int,
+    axes: tuple[tuple[int, int, int], ...],
+    run_nbytes: int,
+    target: NDArray[np.uint8],
+    reader: Reader,
+    buffers: StepBuffers,
+) -> None:
+    """Read one strided block: straight, through the span buffer, or in parts."""
+    if not axes:
+        reader.read_into(file, source_start, target[target_start : target_start + run_nbytes].data)
+        buffers.read_nbytes += run_nbytes
+        return
+    span = run_nbytes + sum((extent - 1) * source for extent, source, _ in axes)
+    runs = prod(extent for extent, _, _ in axes)
+    is_dense = span <= runs * (run_nbytes + _WORTHWHILE_GAP_NBYTES)
+    if is_dense and span <= buffers.span.nbytes:
+        scratch = buffers.span[:span]
+        reader.read_into(file, source_start, scratch.data)
+        buffers.read_nbytes += span
+        _copy(scratch, target[target_start:], axes, run_nbytes)
+        return
+    extent, source_stride, target_stride = axes[0]
+    inner = axes[1:]
+    inner_span = run_nbytes + sum((n - 1) * s for n, s, _ in inner)
+    count = 1
+    if is_dense and inner_span <= buffers.span.nbytes:
+        count = max(1, (buffers.span.nbytes - inner_span) // source_stride + 1)
+    for first in range(0, extent, count):
+        part = min(count, extent - first)
+        outer = ((part, source_stride, target_stride),) if part > 1 else ()
+        _read_block(
+            file,
+            source_start + first * source_stride,
+            target_start + first * target_stride,
+            (*outer, *inner),
+            run_nbytes,
+            target,
+            reader,
+            buffers,
+        )
+
+
+def _copy(
+    source: NDArray[np.uint8],
+    target: NDArray[np.uint8],
+    axes: tuple[tuple[int, int, int], ...],
+    run_nbytes: int,
+) -> None:
+    """Copy a strided block in the widest words that all its addresses share."""
+    word = gcd(_LARGEST_WORD_NBYTES, run_nbytes, *(n for axis in axes for n in axis[1:]))
+    if target.ctypes.data % word:
+        word = gcd(word, target.ctypes.data % word)
+    kind = f"u{word}"
+    shape = (*(axis[0] for axis in axes), run_nbytes // word)
+    needed = [run_nbytes + sum((axis[0] - 1) * axis[side] for axis in axes) for side in (1, 2)]
+    from_view = as_strided(source[: needed[0]].view(kind), shape, (*(a[1] for a in axes), word))
+    to_view = as_strided(target[: needed[1]].view(kind), shape, (*(a[2] for a in axes), word))
+    np.copyto(to_view, from_view)

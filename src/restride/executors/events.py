@@ -1,0 +1,115 @@
+"""What an executor tells its observers. No logging, no printing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = [
+    "NullObserver",
+    "Observer",
+    "PlanFinished",
+    "PlanStarted",
+    "ReplicaDrift",
+    "StepFinished",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStarted:
+    """A plan is about to be carried out.
+
+    Attributes:
+        steps: Number of steps.
+        total_nbytes: Bytes that the steps will write (or compare, when checking).
+        projected_nbytes: Upper bound of the memory that buffers and plan will take.
+    """
+
+    steps: int
+    total_nbytes: int
+    projected_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """One step is done.
+
+    Attributes:
+        done_steps: Steps done so far.
+        done_nbytes: Bytes written (or compared) so far.
+        read_nbytes: Bytes read so far.
+        tensor: Name of the tensor the step belonged to.
+    """
+
+    done_steps: int
+    done_nbytes: int
+    read_nbytes: int
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDrift:
+    """Ranks that should hold the same elements hold different ones.
+
+    Attributes:
+        tensor: Name of the tensor.
+        state: Name of its state.
+        ranks: Ranks that were compared: the one that was read first, then the one that differs.
+        numel: Elements that were compared.
+        different_numel: Elements that differ, bit for bit.
+        largest: Largest absolute difference, or None where the dtype has none.
+    """
+
+    tensor: str
+    state: str
+    ranks: tuple[int, int]
+    numel: int
+    different_numel: int
+    largest: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFinished:
+    """Everything is done.
+
+    Attributes:
+        read_nbytes: Bytes read from the sources.
+        written_nbytes: Bytes written to the target.
+        seconds: Wall time.
+    """
+
+    read_nbytes: int
+    written_nbytes: int
+    seconds: float
+
+
+class Observer(Protocol):
+    """Receives events from an executor, one call at a time. Must not raise."""
+
+    def on_plan(self, event: PlanStarted, /) -> None:
+        """Called once, before the first byte moves."""
+
+    def on_step(self, event: StepFinished, /) -> None:
+        """Called after each step."""
+
+    def on_drift(self, event: ReplicaDrift, /) -> None:
+        """Called for each pair of replicas that differ, where the policy lets the run go on."""
+
+    def on_finish(self, event: PlanFinished, /) -> None:
+        """Called once, after the last step."""
+
+
+class NullObserver:
+    """Ignores every event."""
+
+    def on_plan(self, event: PlanStarted, /) -> None:
+        """Ignore it."""
+
+    def on_step(self, event: StepFinished, /) -> None:
+        """Ignore it."""
+
+    def on_drift(self, event: ReplicaDrift, /) -> None:
+        """Ignore it."""
+
+    def on_finish(self, event: PlanFinished, /) -> None:
+        """Ignore it."""

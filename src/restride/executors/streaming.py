@@ -1,0 +1,97 @@
+"""Carry out a plan in several threads with bounded, reused buffers.
+
+Reads, writes and numpy's copies leave the interpreter lock, so threads overlap them. Steps own
+disjoint target bytes, so their order does not matter.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from threading import Event, Lock
+from typing import TYPE_CHECKING
+
+from restride.executors._copying import Reader, StepBuffers, fill_step
+from restride.executors.events import ReplicaDrift, StepFinished
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from restride.executors.events import Observer
+    from restride.executors.serial import Writer
+    from restride.planning.plan import Plan, Step
+
+__all__ = ["StreamingExecutor"]
+
+
+class StreamingExecutor:
+    """Runs as many steps at one time as the plan has workers."""
+
+    def execute(self, plan: Plan, reader: Reader, writer: Writer | None, observer: Observer) -> int:
+        """Run every step, as `SerialExecutor.execute` does.
+
+        Events come one at a time, in the order in which steps finish. After an error no further
+        step is started, running ones are waited for, and the error is raised.
+        """
+        run = _Run(plan, observer)
+        with ThreadPoolExecutor(plan.workers, thread_name_prefix="restride") as pool:
+            futures = [pool.submit(run.work, reader, writer) for _ in range(plan.workers)]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                # Also on KeyboardInterrupt: let the workers stop after the step they are in.
+                run.stop.set()
+        for future in futures:
+            future.result()
+        return run.read_nbytes
+
+
+class _Run:
+    """What the workers of one run share."""
+
+    def __init__(self, plan: Plan, observer: Observer) -> None:
+        self.plan = plan
+        self.observer = observer
+        self.stop = Event()
+        self.steps = self._steps()
+        self.steps_lock = Lock()
+        self.events_lock = Lock()
+        self.done_steps = 0
+        self.done_nbytes = 0
+        self.read_nbytes = 0
+
+    def work(self, reader: Reader, writer: Writer | None) -> None:
+        buffers = StepBuffers(self.plan)
+        while not self.stop.is_set():
+            with self.steps_lock:
+                step = next(self.steps, None)
+            if step is None:
+                return
+            before = buffers.read_nbytes
+            try:
+                if step.fills or writer is not None:
+                    filled = fill_step(step, reader, buffers, self._on_drift)
+                    if writer is not None:
+                        file = step.region.target_file
+                        writer.write_from(file, step.target_start_nbytes, filled.data)
+            except BaseException:
+                self.stop.set()
+                raise
+            self._finished(step, buffers.read_nbytes - before)
+
+    def _steps(self) -> Iterator[Step]:
+        for region in self.plan.regions:
+            yield from region.steps()
+
+    def _on_drift(self, event: ReplicaDrift) -> None:
+        with self.events_lock:
+            self.observer.on_drift(event)
+
+    def _finished(self, step: Step, read_nbytes: int) -> None:
+        region = step.region
+        with self.events_lock:
+            self.done_steps += 1
+            self.done_nbytes += step.numel * region.target_dtype.itemsize_nbytes
+            self.read_nbytes += read_nbytes
+            self.observer.on_step(
+                StepFinished(self.done_steps, self.done_nbytes, self.read_nbytes, region.tensor)
+            )

@@ -1,0 +1,238 @@
+"""Turn 'this state of this tensor into that layout in those files' into a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from restride.algebra.compose import compose
+from restride.algebra.coverage import Hole, explain, prove
+from restride.algebra.layout import Layout
+from restride.algebra.mesh import Mesh
+from restride.algebra.piece import Axis, Piece
+from restride.errors import BudgetError, CoverageError, LayoutError, RestrideError, UnsupportedError
+from restride.planning.plan import BUFFERS_PER_WORKER, Fill, Plan, RegionPlan, Replicas, Source
+from restride.planning.replicas import Way, blocks_of_target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from restride.algebra._digits import Walk
+    from restride.checkpoint.catalog import FileEntry, Region, StateEntry
+    from restride.checkpoint.dtypes import DType
+    from restride.planning.replicas import Block
+
+__all__ = ["Job", "plan_comparison", "plan_conversion", "whole_layout"]
+
+# Buffers that stay in the core's cache are several times faster than large ones (2 MiB L2 here and
+# on current server cores); below the smallest, the work per step costs more than the bytes.
+_LARGEST_BUFFER_NBYTES: Final = 1 << 20
+_SMALLEST_BUFFER_NBYTES: Final = 1 << 12
+# Differences are computed in float64.
+_COMPARED_ITEMSIZE: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One state of one tensor, and where it goes.
+
+    Attributes:
+        tensor: Name of the tensor.
+        state: Name of the state.
+        source: Where it is.
+        target_layout: How the target cuts it.
+        target_regions: (file index, first byte) of each target rank's shard, None where the rank
+            holds nothing.
+        target_dtype: Type to write; a cast where it is not the source's.
+    """
+
+    tensor: str
+    state: str
+    source: StateEntry
+    target_layout: Layout
+    target_regions: tuple[Region | None, ...]
+    target_dtype: DType
+
+
+def whole_layout(shape: tuple[int, ...]) -> Layout:
+    """The layout of a tensor that one rank holds whole.
+
+    Examples:
+        >>> whole_layout((2, 3)).all_pieces[0].numel
+        6
+    """
+    mesh = Mesh((("whole", 1),))
+    layout = Layout(mesh, shape, ((1, shape),), ())
+    axes = (Axis(layout.full_numel, 1, 0, 1),) if layout.full_numel > 1 else ()
+    return replace(layout, all_pieces=(Piece(axes),)) if layout.full_numel else layout
+
+
+def plan_conversion(
+    files: Sequence[FileEntry],
+    jobs: Iterable[Job],
+    *,
+    budget_nbytes: int,
+    workers: int,
+    replicas: Replicas = "check",
+) -> Plan:
+    """Plan a conversion that fits a memory budget.
+
+    Args:
+        files: Source files, as the catalog numbers them.
+        jobs: What to write. Targets do not overlap.
+        budget_nbytes: Most memory that plan and buffers may take together.
+        workers: Most steps to run at one time; fewer where the budget is small.
+        replicas: What to do where several source ranks hold the same element.
+
+    Returns:
+        Regions in target order, cut into steps.
+
+    Raises:
+        BudgetError: Not even one worker with the smallest buffers fits.
+        CoverageError: A source lacks elements.
+        UnsupportedError: A layout is scaled, or its unit is no whole number of bytes.
+
+    Cost:
+        O(transfers). Never walks elements.
+    """
+    regions: list[RegionPlan] = []
+    for job in jobs:
+        try:
+            regions.extend(_regions(job, replicas))
+        except RestrideError as error:
+            raise error.located(f"tensor {job.tensor!r}, state {job.state!r}") from error.__cause__
+    regions.sort(key=lambda region: (region.target_file, region.target_start_nbytes))
+    return _sized(files, regions, budget_nbytes, workers)
+
+
+def plan_comparison(
+    files: Sequence[FileEntry],
+    states: Iterable[tuple[str, str, StateEntry]],
+    *,
+    budget_nbytes: int,
+    workers: int,
+) -> Plan:
+    """Plan to read every replica and compare it; nothing is written.
+
+    Args:
+        files: Source files, as the catalog numbers them.
+        states: (tensor, state, entry) of each array to look at.
+        budget_nbytes: Most memory that plan and buffers may take together.
+        workers: Most steps to run at one time.
+
+    Returns:
+        Regions that hold only the fills that more than one rank holds.
+
+    Raises:
+        BudgetError: As for `plan_conversion`.
+    """
+    regions: list[RegionPlan] = []
+    for tensor, state, entry in states:
+        layout = whole_layout(entry.layout.full_shape)
+        job = Job(tensor, state, entry, layout, (None,), entry.dtype)
+        fills = tuple(fill for fill in _fills(job, 0) if len(fill.sources) > 1)
+        if fills:
+            regions.append(_region(job, 0, -1, 0, fills, "first"))
+    return _sized(files, regions, budget_nbytes, workers)
+
+
+def _regions(job: Job, replicas: Replicas) -> Iterator[RegionPlan]:
+    if job.source.layout.unit_bits is not None or job.target_layout.unit_bits is not None:
+        raise UnsupportedError(
+            "units of less than an element cannot be converted between files yet"
+        )
+    for rank, region in enumerate(job.target_regions):
+        if region is not None:
+            fills = tuple(_fills(job, rank))
+            yield _region(job, rank, region.file, region.start_nbytes, fills, replicas)
+
+
+def _region(
+    job: Job, rank: int, file: int, start: int, fills: tuple[Fill, ...], replicas: Replicas
+) -> RegionPlan:
+    return RegionPlan(
+        tensor=job.tensor,
+        state=job.state,
+        target_file=file,
+        target_start_nbytes=start,
+        numel=job.target_layout.shard_numel(rank),
+        source_dtype=job.source.dtype,
+        target_dtype=job.target_dtype,
+        fills=fills,
+        step_numel=1,
+        replicas=replicas,
+    )
+
+
+def _fills(job: Job, rank: int) -> Iterator[Fill]:
+    relation = compose(job.target_layout, job.source.layout)
+    blocks = blocks_of_target(relation, rank)
+    needed = sum(piece.numel for piece in job.target_layout.pieces(rank))
+    found = sum(block.numel for block in blocks)
+    if found != needed:
+        verdict = prove(job.source.layout, side="full")
+        if isinstance(verdict, Hole):
+            raise CoverageError(explain(verdict, job.source.layout), verdict=verdict)
+        raise LayoutError(f"the source fills {found} elements of a target that needs {needed}")
+    for block in blocks:
+        yield Fill(tuple(_sources(job.source, block)))
+
+
+def _sources(entry: StateEntry, block: Block) -> Iterator[Source]:
+    exact = [way for way in block.ways if way.scale == 1]
+    if not exact:
+        raise UnsupportedError(
+            f"only scaled copies exist (target = source * {block.ways[0].scale})",
+            remedy="convert the exact states and let the framework rebuild this one",
+        )
+    for rank, way in sorted(_placed(exact), key=_by_rank):
+        region = entry.regions[rank]
+        if region is None:
+            raise LayoutError(f"rank {rank} holds elements, but the catalog has no place for them")
+        walks = tuple(_without_full(walk) for walk in way.walks)
+        yield Source(rank, region.file, region.start_nbytes, walks)
+
+
+def _placed(ways: list[Way]) -> Iterator[tuple[int, Way]]:
+    return ((rank, way) for way in ways for rank in way.ranks)
+
+
+def _by_rank(pair: tuple[int, Way]) -> tuple[int, tuple[int, ...]]:
+    return pair[0], pair[1].walks[0].bases
+
+
+def _without_full(walk: Walk) -> Walk:
+    return type(walk)(walk.bases[:2], tuple(digit[:3] for digit in walk.digits))
+
+
+def _sized(
+    files: Sequence[FileEntry], regions: list[RegionPlan], budget_nbytes: int, workers: int
+) -> Plan:
+    """Choose buffers and workers that fit the budget, and cut the regions to match."""
+    plan = Plan(tuple(file.name for file in files), tuple(regions), 0, 0)
+    left = budget_nbytes - plan.projected_nbytes
+    if left < BUFFERS_PER_WORKER * _SMALLEST_BUFFER_NBYTES:
+        needed = plan.projected_nbytes + BUFFERS_PER_WORKER * _SMALLEST_BUFFER_NBYTES
+        raise BudgetError(needed_nbytes=needed, budget_nbytes=budget_nbytes)
+    workers = max(1, min(workers, left // (BUFFERS_PER_WORKER * _SMALLEST_BUFFER_NBYTES)))
+    buffer = min(_LARGEST_BUFFER_NBYTES, left // (BUFFERS_PER_WORKER * workers))
+    buffer -= buffer % _SMALLEST_BUFFER_NBYTES
+    cut = tuple(replace(region, step_numel=_step_numel(region, buffer)) for region in regions)
+    return Plan(plan.source_files, cut, buffer, workers)
+
+
+def _step_numel(region: RegionPlan, buffer_nbytes: int) -> int:
+    itemsize = max(region.source_dtype.itemsize_nbytes, region.target_dtype.itemsize_nbytes)
+    if any(len(fill.sources) > 1 for fill in region.fills):
+        itemsize = max(itemsize, _COMPARED_ITEMSIZE)
+    most = max(1, buffer_nbytes // itemsize)
+    # Cut where the outermost loops of the fills turn over, so that a step meets whole rows.
+    pitches = (
+        digit[1]
+        for fill in region.fills
+        for walk in fill.sources[0].walks
+        for digit in walk.digits
+        if digit[1] <= most
+    )
+    pitch = max(pitches, default=1)
+    return most - most % pitch

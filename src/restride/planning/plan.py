@@ -1,0 +1,259 @@
+"""A plan is data: steps that each own a range of target bytes. Nothing here opens a file.
+
+A region is one contiguous run of elements in one target file, made of *fills*: disjoint sets of its
+elements with every place they can be read from. Regions are cut into steps that fit the memory
+budget. Steps may run in any order, alone or twice, and the memory they take is known before the
+first byte moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from restride.algebra._digits import Walk, restrict
+from restride.errors import BudgetError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from restride.checkpoint.dtypes import DType
+
+__all__ = ["BUFFERS_PER_WORKER", "Copy", "Fill", "Plan", "RegionPlan", "Replicas", "Source", "Step"]
+
+Replicas: TypeAlias = Literal["check", "first", "mean"]
+
+# What a worker holds at one time: the step, a replica to compare it with, the span of a strided
+# read, the same step in another dtype, and four temporaries while differences are computed.
+BUFFERS_PER_WORKER: Final = 8
+# Python objects of one walk of a plan, measured with tracemalloc and rounded up.
+_WALK_NBYTES: Final = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A strided block of bytes from a source file into the buffer of a step.
+
+    Attributes:
+        file: Index of the source file.
+        source_start_nbytes: First byte in the source file.
+        target_start_nbytes: First byte in the buffer of the step.
+        axes: (extent, source stride, target stride), strides in bytes, falling source stride.
+        run_nbytes: Bytes that are contiguous on both sides at each step of the axes.
+    """
+
+    file: int
+    source_start_nbytes: int
+    target_start_nbytes: int
+    axes: tuple[tuple[int, int, int], ...]
+    run_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One place where the elements of a fill can be read.
+
+    Attributes:
+        rank: Source rank that holds them.
+        file: Index of the source file.
+        start_nbytes: Byte of the file where that rank's shard starts.
+        walks: Walks over (target element of the region, source element of the shard).
+    """
+
+    rank: int
+    file: int
+    start_nbytes: int
+    walks: tuple[Walk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Elements of a region and every replica of them; the first one is the chosen one."""
+
+    sources: tuple[Source, ...]
+
+    @property
+    def target_range(self) -> range:
+        """Smallest range of region elements that contains the fill."""
+        bounds = [
+            (walk.bases[0], walk.bases[0] + sum((d[0] - 1) * d[1] for d in walk.digits))
+            for walk in self.sources[0].walks
+        ]
+        return range(min(low for low, _ in bounds), max(high for _, high in bounds) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Elements [start, stop) of a region, and how to fill them.
+
+    Attributes:
+        region: The region that the step is a part of.
+        start: First element.
+        stop: Element after the last one.
+        fills: Copies of each fill, chosen replica first, one tuple of copies a replica; the ranks
+            stand beside them.
+        is_filled: Whether the fills leave no element out. What they leave out is padding.
+    """
+
+    region: RegionPlan
+    start: int
+    stop: int
+    fills: tuple[tuple[tuple[int, tuple[Copy, ...]], ...], ...]
+    is_filled: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    @property
+    def target_start_nbytes(self) -> int:
+        """First byte in the target file."""
+        return (
+            self.region.target_start_nbytes + self.start * self.region.target_dtype.itemsize_nbytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPlan:
+    """One contiguous run of elements in one target file.
+
+    Attributes:
+        tensor: Name of the tensor, for events and errors.
+        state: Name of its state.
+        target_file: Index of the target file.
+        target_start_nbytes: First byte in the target file.
+        numel: Number of elements.
+        source_dtype: Type of the elements as they are read.
+        target_dtype: Type of the elements as they are written; a cast where it differs.
+        fills: Where they come from. What no fill reaches is padding, and zero.
+        step_numel: Elements of one step; the last may be shorter.
+        replicas: What to do where a fill has more than one source.
+    """
+
+    tensor: str
+    state: str
+    target_file: int
+    target_start_nbytes: int
+    numel: int
+    source_dtype: DType
+    target_dtype: DType
+    fills: tuple[Fill, ...]
+    step_numel: int
+    replicas: Replicas = "check"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the target file."""
+        return self.numel * self.target_dtype.itemsize_nbytes
+
+    @property
+    def step_count(self) -> int:
+        """Number of steps."""
+        return -(-self.numel // self.step_numel) if self.numel else 0
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps in target order.
+
+        Cost:
+            O(fills that meet the step) each. Never walks elements.
+        """
+        waiting = sorted(self.fills, key=lambda fill: -fill.target_range.start)
+        active: list[Fill] = []
+        for start in range(0, self.numel, self.step_numel):
+            stop = min(start + self.step_numel, self.numel)
+            while waiting and waiting[-1].target_range.start < stop:
+                active.append(waiting.pop())
+            active = [fill for fill in active if fill.target_range.stop > start]
+            yield self._step(start, stop, active)
+
+    def _step(self, start: int, stop: int, active: list[Fill]) -> Step:
+        fills = []
+        filled = 0
+        for fill in active:
+            restricted = [_restrict_all(source.walks, start, stop) for source in fill.sources]
+            if restricted[0]:
+                filled += sum(_numel(walk) for walk in restricted[0])
+                fills.append(
+                    tuple(
+                        (source.rank, tuple(self._copy(source, walk, start) for walk in walks))
+                        for source, walks in zip(fill.sources, restricted, strict=True)
+                    )
+                )
+        return Step(self, start, stop, tuple(fills), filled == stop - start)
+
+    def _copy(self, source: Source, walk: Walk, step_start: int) -> Copy:
+        itemsize = self.source_dtype.itemsize_nbytes
+        digits = sorted(walk.digits, key=lambda digit: (-digit[2], -digit[1]))
+        run = 1
+        if digits and digits[-1][1] == 1 and digits[-1][2] == 1:
+            run = digits.pop()[0]
+        return Copy(
+            file=source.file,
+            source_start_nbytes=source.start_nbytes + walk.bases[1] * itemsize,
+            target_start_nbytes=(walk.bases[0] - step_start) * itemsize,
+            axes=tuple((n, s * itemsize, t * itemsize) for n, t, s in digits),
+            run_nbytes=run * itemsize,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything an executor needs to know.
+
+    Attributes:
+        source_files: Paths of the source files, as the catalog names them.
+        regions: What to write, in target order.
+        buffer_nbytes: Size of one buffer.
+        workers: Steps that may run at one time.
+    """
+
+    source_files: tuple[str, ...]
+    regions: tuple[RegionPlan, ...]
+    buffer_nbytes: int
+    workers: int
+
+    @property
+    def projected_nbytes(self) -> int:
+        """Upper bound of the memory that buffers and the plan itself take, in bytes."""
+        return self.workers * BUFFERS_PER_WORKER * self.buffer_nbytes + _plan_nbytes(self.regions)
+
+    @property
+    def step_count(self) -> int:
+        """Number of steps."""
+        return sum(region.step_count for region in self.regions)
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all regions."""
+        return sum(region.nbytes for region in self.regions)
+
+
+def _plan_nbytes(regions: tuple[RegionPlan, ...]) -> int:
+    return _WALK_NBYTES * sum(
+        1 + sum(len(source.walks) for source in fill.sources)
+        for region in regions
+        for fill in region.fills
+    )
+
+
+def require_budget(plan: Plan, budget_nbytes: int) -> Plan:
+    """Return the plan if it fits the budget.
+
+    Raises:
+        BudgetError: It does not.
+    """
+    if plan.projected_nbytes > budget_nbytes:
+        raise BudgetError(needed_nbytes=plan.projected_nbytes, budget_nbytes=budget_nbytes)
+    return plan
+
+
+def _restrict_all(walks: tuple[Walk, ...], start: int, stop: int) -> list[Walk]:
+    return [part for walk in walks for part in restrict(walk, start, stop)]
+
+
+def _numel(walk: Walk) -> int:
+    numel = 1
+    for digit in walk.digits:
+        numel *= digit[0]
+    return numel
