@@ -124,9 +124,9 @@ def to_comparable(buffer: NDArray[Any], dtype: NamedDType) -> NDArray[np.float64
     if dtype.name == "bfloat16":
         elements = _from_bfloat16(elements)
     elif dtype.name in _STORED_AS:
-        return _float8_values(dtype.name)[elements]
+        elements = _float8_values(dtype.name)[elements]
     with np.errstate(invalid="ignore"):
-        return elements.astype(np.float64)
+        return elements.astype(np.float64, copy=False)
 
 
 def _elements(buffer: NDArray[Any], dtype: NamedDType) -> NDArray[Any]:
@@ -140,7 +140,8 @@ def _elements(buffer: NDArray[Any], dtype: NamedDType) -> NDArray[Any]:
 
 
 def _from_bfloat16(words: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    wide: NDArray[np.uint32] = words.astype(np.uint32) << np.uint32(16)
+    return wide.view(np.float32)
 
 
 def _to_bfloat16(singles: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -168,9 +169,8 @@ def _round_to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
         bits = nearest.view(np.uint32)
         is_inexact = np.isfinite(values) & (back != values)
         is_too_far = is_inexact & (np.abs(back) > np.abs(values))
-    bits = bits - is_too_far.astype(np.uint32)
-    bits |= is_inexact.astype(np.uint32)
-    return bits.view(np.float32)
+    odd: NDArray[np.uint32] = (bits - is_too_far.astype(np.uint32)) | is_inexact.astype(np.uint32)
+    return odd.view(np.float32)
 
 
 def _float8_values(name: str) -> NDArray[np.float64]:
@@ -195,7 +195,8 @@ def _float8_values(name: str) -> NDArray[np.float64]:
     else:
         values[[0x7C, 0xFC]] = np.inf
         values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
-    return np.where(codes < 0x80, values, -values)  # noqa: PLR2004 - the sign bit
+    signed: NDArray[np.float64] = np.where(codes < 0x80, values, -values)  # noqa: PLR2004
+    return signed
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,53 +9,28 @@ They were read in DeepSpeed 0.19.8, PyTorch 2.13, Megatron-LM, vLLM, TensorRT-LL
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
-from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from restride.testing._cutting import (
+    Array,
+    Cut,
+    Partition,
+    evenly,
+    joined,
+    padded,
+    part,
+    sizes,
+    split,
+    together,
+    torch_chunk,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
-
 __all__ = ["PARTITIONS", "Partition"]
-
-Array: TypeAlias = "NDArray[Any]"
-Cut: TypeAlias = "Callable[[Array, int, int, int], Array]"
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """A partition function and what is known of its layout.
-
-    Attributes:
-        name: What it is, for test ids.
-        shape: Shape of the full tensor for a size (1, 2, 4, ... scale the hidden dimensions).
-        cut: Function of (full tensor, size, number of ranks, rank) that returns the shard; padding
-            is zero.
-        ranks: Numbers of ranks it is made for.
-        pieces: Pieces of the whole tensor on all ranks, at any size.
-    """
-
-    name: str
-    shape: Callable[[int], tuple[int, ...]]
-    cut: Cut
-    ranks: tuple[int, ...]
-    pieces: int
-
-    def shards(self, full: Array, size: int, ranks: int) -> list[Array]:
-        """Cut `full` into the shards of all ranks."""
-        return [np.ascontiguousarray(self.cut(full, size, ranks, rank)) for rank in range(ranks)]
-
-    def index_maps(self, size: int, ranks: int) -> list[Array]:
-        """Full index at each address of each shard; -1 where it is padding."""
-        shape = self.shape(size)
-        markers = np.arange(1, prod(shape) + 1, dtype=np.int64).reshape(shape)
-        return [shard - 1 for shard in self.shards(markers, size, ranks)]
-
 
 _POWERS = (2, 4, 8)
 _partitions: list[Partition] = []
@@ -75,58 +50,21 @@ def _partition(
     return register
 
 
-def _sizes(total: int, ranks: int, kv_heads: int | None = None) -> list[int]:
-    """Cut a dimension as DeepSpeed does: by heads where they divide it, larger shards first."""
-    unit = total // kv_heads if kv_heads and total % kv_heads == 0 else 1
-    share, rest = divmod(total // unit, ranks)
-    return [(share + (rank < rest)) * unit for rank in range(ranks)]
-
-
-def _split(full: Array, sizes: Sequence[int], axis: int = 0) -> list[Array]:
-    return np.split(full, list(accumulate(sizes))[:-1], axis)
-
-
-def _part(full: Array, ranks: int, rank: int, axis: int = 0) -> Array:
-    """Even cut; the dimension divides."""
-    return np.split(full, ranks, axis)[rank]
-
-
-def _torch_chunk(full: Array, ranks: int, rank: int) -> Array:
-    """`torch.chunk` with empty chunks: rounds up, so the last ranks are short."""
-    share = -(-full.shape[0] // ranks)
-    return full[rank * share : (rank + 1) * share]
-
-
-def _padded(full: Array, rows: int) -> Array:
-    return np.pad(full, [(0, rows - full.shape[0])] + [(0, 0)] * (full.ndim - 1))
-
-
-def _joined(parts: Sequence[Array], ranks: int, rank: int, axis: int = 0) -> Array:
-    """Cut each part and put this rank's parts next to each other."""
-    return np.concatenate([_part(part, ranks, rank, axis) for part in parts], axis)
-
-
 # --- DeepSpeed AutoTP
 
 
-@_partition("deepspeed column", lambda s: (64 * s, 8 * s), pieces=1)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full, ranks, rank)
-
-
-@_partition("deepspeed row", lambda s: (8, 64 * s), pieces=1)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full, ranks, rank, 1)
+_partition("deepspeed column", lambda s: (64 * s, 8 * s), pieces=1)(evenly())
+_partition("deepspeed row", lambda s: (8, 64 * s), pieces=1)(evenly(1))
 
 
 @_partition("deepspeed column, 6 kv heads", lambda s: (48 * s, 8), ranks=(4,), pieces=2)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _split(full, _sizes(full.shape[0], ranks, 6))[rank]
+    return split(full, sizes(full.shape[0], ranks, 6))[rank]
 
 
 @_partition("deepspeed vocabulary", lambda s: (100 * s, 8), ranks=(3, 7), pieces=2)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _split(full, _sizes(full.shape[0], ranks))[rank]
+    return split(full, sizes(full.shape[0], ranks))[rank]
 
 
 def codegen_rows(full: Array, ranks: int, rank: int) -> Array:
@@ -147,27 +85,23 @@ def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
 
 @_partition("deepspeed bigcode", lambda s: (80 * s, 8), pieces=2)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    return np.concatenate([_part(full[: 64 * size], ranks, rank), full[64 * size :]])
+    return np.concatenate([part(full[: 64 * size], ranks, rank), full[64 * size :]])
 
 
-@_partition("deepspeed glm, all heads", lambda s: (192 * s, 8), pieces=1)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _joined(np.split(full, 3), ranks, rank)
-
-
-@_partition("deepspeed chatglm, 2 kv heads", lambda s: (96 * s, 8), ranks=(2,), pieces=2)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    return _joined(_split(full, [64 * size, 16 * size, 16 * size]), ranks, rank)
-
-
-@_partition("deepspeed phi3", lambda s: (128 * s, 8), ranks=(2, 4), pieces=2)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    return _joined(_split(full, [64 * size, 32 * size, 32 * size]), ranks, rank)
+_partition("deepspeed glm, all heads", lambda s: (192 * s, 8), pieces=1)(
+    together(lambda s: [64 * s] * 3)
+)
+_partition("deepspeed chatglm, 2 kv heads", lambda s: (96 * s, 8), ranks=(2,), pieces=2)(
+    together(lambda s: [64 * s, 16 * s, 16 * s])
+)
+_partition("deepspeed phi3", lambda s: (128 * s, 8), ranks=(2, 4), pieces=2)(
+    together(lambda s: [64 * s, 32 * s, 32 * s])
+)
 
 
 def _yuan(full: Array, ranks: int, rank: int, axis: int) -> Array:
     """Two runs of value heads: one below the middle, one above."""
-    return _joined(np.split(full, 2, axis), ranks, rank, axis)
+    return joined(np.split(full, 2, axis), ranks, rank, axis)
 
 
 @_partition("deepspeed yuan value", lambda s: (64 * s, 8), ranks=(2, 4), pieces=1)
@@ -180,32 +114,22 @@ def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
     return _yuan(full, ranks, rank, 1)
 
 
-@_partition("gate and up", lambda s: (128 * s, 8), pieces=1)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _joined(np.split(full, 2), ranks, rank)
+_partition("gate and up", lambda s: (128 * s, 8), pieces=1)(together(lambda s: [64 * s] * 2))
 
 
 @_partition("conv1d transposed", lambda s: (64 * s, 16 * s), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full.T, ranks, rank, 1)
+    return part(full.T, ranks, rank, 1)
 
 
 @_partition("sub-parameters, uneven", lambda s: (96 * s, 8), ranks=(3,), pieces=2)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    parts = _split(full, [48 * size, 24 * size, 24 * size])
-    return np.concatenate([_split(part, _sizes(part.shape[0], ranks))[rank] for part in parts])
+    parts = split(full, [48 * size, 24 * size, 24 * size])
+    return np.concatenate([split(part, sizes(part.shape[0], ranks))[rank] for part in parts])
 
 
-@_partition("conv2d output channels", lambda s: (64 * s, 8, 3, 3), pieces=1)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full, ranks, rank)
-
-
-@_partition("conv2d input channels", lambda s: (8, 64 * s, 3, 3), pieces=1)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full, ranks, rank, 1)
-
-
+_partition("conv2d output channels", lambda s: (64 * s, 8, 3, 3), pieces=1)(evenly())
+_partition("conv2d input channels", lambda s: (8, 64 * s, 3, 3), pieces=1)(evenly(1))
 # --- ZeRO and FSDP
 
 
@@ -213,42 +137,42 @@ def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
     flat = full.reshape(-1)
     share = -(-flat.size // ranks)
-    return _padded(flat, share * ranks).reshape(ranks, -1)[rank]
+    return padded(flat, share * ranks).reshape(ranks, -1)[rank]
 
 
 @_partition("zero-1 flat group", lambda s: (832 * s,), ranks=(4, 8), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
     align = 2 * ranks
-    return _padded(full, -(-full.size // align) * align).reshape(ranks, -1)[rank]
+    return padded(full, -(-full.size // align) * align).reshape(ranks, -1)[rank]
 
 
 @_partition("fsdp2 chunks, empty shards", lambda s: (10, 8 * s), ranks=(7,), pieces=1)
 @_partition("fsdp2 chunks", lambda s: (9 * s + 1, 8), ranks=(4,), pieces=2)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _torch_chunk(full, ranks, rank)
+    return torch_chunk(full, ranks, rank)
 
 
 @_partition("fsdp2 over tensor parallel", lambda s: (64 * s, 8), ranks=(4, 8), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
     replica, tensor = divmod(rank, ranks // 2)
-    return _part(_part(full, ranks // 2, tensor), 2, replica)
+    return part(part(full, ranks // 2, tensor), 2, replica)
 
 
 @_partition("zero flat over a codegen shard", lambda s: (384 * s, 8), ranks=(4,), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(codegen_rows(full, 2, 1).reshape(-1), ranks, rank)
+    return part(codegen_rows(full, 2, 1).reshape(-1), ranks, rank)
 
 
 @_partition("zero flat, 5 over a codegen shard", lambda s: (384 * s, 8), ranks=(5,), pieces=13)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
     flat = codegen_rows(full, 2, 1).reshape(-1)
     share = -(-flat.size // ranks)
-    return _padded(flat, share * ranks).reshape(ranks, -1)[rank]
+    return padded(flat, share * ranks).reshape(ranks, -1)[rank]
 
 
 @_partition("zero flat over a row shard", lambda s: (8 * s, 64 * s), ranks=(4,), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(_part(full, 2, 1, 1).reshape(-1), ranks, rank)
+    return part(part(full, 2, 1, 1).reshape(-1), ranks, rank)
 
 
 # --- Megatron-LM
@@ -262,42 +186,42 @@ def _grouped(full: Array, parts: Sequence[Array], groups: int) -> Array:
 
 @_partition("megatron qkv, 8 groups", lambda s: (128 * s, 8), pieces=2)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    parts = _split(full, [64 * size, 32 * size, 32 * size])
-    return _part(_grouped(full, parts, 8), ranks, rank)
+    parts = split(full, [64 * size, 32 * size, 32 * size])
+    return part(_grouped(full, parts, 8), ranks, rank)
 
 
 @_partition("megatron qkv, all heads", lambda s: (96 * s, 8), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(_grouped(full, np.split(full, 3), 8), ranks, rank)
+    return part(_grouped(full, np.split(full, 3), 8), ranks, rank)
 
 
 @_partition("megatron qkv with gate", lambda s: (192 * s, 8), pieces=2)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    q, k, v = _split(full, [128 * size, 32 * size, 32 * size])
+    q, k, v = split(full, [128 * size, 32 * size, 32 * size])
     q = q.reshape(8, 2, 2, 4 * size, 8).transpose(0, 2, 1, 3, 4)
-    return _part(_grouped(full, [q, k, v], 8), ranks, rank)
+    return part(_grouped(full, [q, k, v], 8), ranks, rank)
 
 
 @_partition("megatron padded vocabulary", lambda s: (100 * s + 1, 8), pieces=2)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
     align = 16 * ranks
-    return _part(_padded(full, -(-full.shape[0] // align) * align), ranks, rank)
+    return part(padded(full, -(-full.shape[0] // align) * align), ranks, rank)
 
 
 @_partition("megatron interleaved glu", lambda s: (128 * s, 8), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    gate, up = (_part(half, ranks, rank).reshape(-1, 4, 8) for half in np.split(full, 2))
+    gate, up = (part(half, ranks, rank).reshape(-1, 4, 8) for half in np.split(full, 2))
     return np.stack([gate, up], 1).reshape(-1, 8)
 
 
 @_partition("megatron experts fc1", lambda s: (16, 32 * s, 8), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _joined(np.split(_part(full, ranks, rank), 2, 1), 2, 1, 1)
+    return joined(np.split(part(full, ranks, rank), 2, 1), 2, 1, 1)
 
 
 @_partition("megatron experts fc2", lambda s: (16, 8, 16 * s), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(_part(full, ranks, rank), 2, 1, 2)
+    return part(part(full, ranks, rank), 2, 1, 2)
 
 
 @_partition("interleaved pipeline stages", lambda s: (4, 4, 2, 8 * s), ranks=(2, 4), pieces=1)
@@ -305,63 +229,52 @@ def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
     return full.reshape(-1, ranks, 2, full.shape[-1])[:, rank]
 
 
-def _mamba(size: int) -> list[int]:
-    return [128 * size, 128 * size, 32 * size, 32 * size, 16]
-
-
-@_partition("mamba2 input", lambda s: (sum(_mamba(s)), 4), pieces=3)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    return _joined(_split(full, _mamba(size)), ranks, rank)
-
-
-@_partition("mamba2 convolution", lambda s: (256 * s, 4), pieces=2)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    return _joined(_split(full, [128 * size, 64 * size, 64 * size]), ranks, rank)
+_partition("mamba2 input", lambda s: (320 * s + 16, 4), pieces=3)(
+    together(lambda s: [128 * s, 128 * s, 32 * s, 32 * s, 16])
+)
+_partition("mamba2 convolution", lambda s: (256 * s, 4), pieces=2)(
+    together(lambda s: [128 * s, 64 * s, 64 * s])
+)
 
 
 @_partition("mamba2 input, one group", lambda s: (288 * s + 16, 4), pieces=3)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    z, x, b, c, dt = _split(full, [128 * size, 128 * size, 16 * size, 16 * size, 16])
-    cut = [_part(part, ranks, rank) for part in (z, x, dt)]
+    z, x, b, c, dt = split(full, [128 * size, 128 * size, 16 * size, 16 * size, 16])
+    cut = [part(block, ranks, rank) for block in (z, x, dt)]
     return np.concatenate([cut[0], cut[1], b, c, cut[2]])
 
 
-@_partition("gated delta net input", lambda s: (384 * s + 32, 4), pieces=3)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    sizes = [64 * size, 64 * size, 128 * size, 128 * size, 16, 16]
-    return _joined(_split(full, sizes), ranks, rank)
+_partition("gated delta net input", lambda s: (384 * s + 32, 4), pieces=3)(
+    together(lambda s: [64 * s, 64 * s, 128 * s, 128 * s, 16, 16])
+)
 
 
 @_partition("gated delta net from grouped heads", lambda s: (192 * s, 4), ranks=(8,), pieces=1)
 @_partition("gated delta net from grouped heads", lambda s: (192 * s, 4), ranks=(2, 4), pieces=2)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    heads = _part(full.reshape(8, -1, 4), ranks, rank)
-    parts = _split(heads, [4 * size, 4 * size, 8 * size, 8 * size], 1)
+    heads = part(full.reshape(8, -1, 4), ranks, rank)
+    parts = split(heads, [4 * size, 4 * size, 8 * size, 8 * size], 1)
     return np.concatenate([part.reshape(-1, 4) for part in parts])
 
 
-@_partition("grouped heads kept", lambda s: (384 * s, 4), pieces=1)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full, ranks, rank)
+_partition("grouped heads kept", lambda s: (384 * s, 4), pieces=1)(evenly())
 
 
 @_partition("b and a from grouped heads", lambda s: (32, 4 * s), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    heads = _part(full.reshape(8, 4, -1), ranks, rank)
+    heads = part(full.reshape(8, 4, -1), ranks, rank)
     return np.concatenate([part.reshape(-1, full.shape[1]) for part in np.split(heads, 2, 1)])
 
 
 # --- latent attention, vLLM, TensorRT-LLM
 
 
-@_partition("latent kv", lambda s: (8, 16 * s, 16), pieces=1)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full, ranks, rank)
+_partition("latent kv", lambda s: (8, 16 * s, 16), pieces=1)(evenly())
 
 
 @_partition("latent kv absorbed", lambda s: (8, 16 * s, 16), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    return _part(full, ranks, rank)[:, : 8 * size].transpose(0, 2, 1)
+    return part(full, ranks, rank)[:, : 8 * size].transpose(0, 2, 1)
 
 
 @_partition("latent kv_a, rope rows halved", lambda s: (40 * s, 8), ranks=(2,), pieces=2)
@@ -377,31 +290,31 @@ def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
 
 @_partition("latent q_b, rope rows halved", lambda s: (8, 12 * s, 8), pieces=2)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    plain, rope = _split(_part(full, ranks, rank), [8 * size, 4 * size], 1)
+    plain, rope = split(part(full, ranks, rank), [8 * size, 4 * size], 1)
     rope = rope.reshape(-1, 2 * size, 2, 8).transpose(0, 2, 1, 3).reshape(-1, 4 * size, 8)
     return np.concatenate([plain, rope], 1)
 
 
 @_partition("vllm qkv, kv heads replicated", lambda s: (96 * s, 8), ranks=(8,), pieces=2)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    q, k, v = _split(full, [64 * size, 16 * size, 16 * size])
-    kv = [_part(part, 4, rank // (ranks // 4)) for part in (k, v)]
-    return np.concatenate([_part(q, ranks, rank), *kv])
+    q, k, v = split(full, [64 * size, 16 * size, 16 * size])
+    kv = [part(block, 4, rank // (ranks // 4)) for block in (k, v)]
+    return np.concatenate([part(q, ranks, rank), *kv])
 
 
-@_partition("vllm qkv", lambda s: (128 * s, 8), pieces=2)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    return _joined(_split(full, [64 * size, 32 * size, 32 * size]), ranks, rank)
+_partition("vllm qkv", lambda s: (128 * s, 8), pieces=2)(
+    together(lambda s: [64 * s, 32 * s, 32 * s])
+)
 
 
 @_partition("vllm fused experts w13", lambda s: (2, 8, 16 * s, 8), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _joined(list(full), ranks, rank, 1)
+    return joined(list(full), ranks, rank, 1)
 
 
 @_partition("tensorrt experts, up first", lambda s: (2, 8, 16 * s, 8), pieces=2)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _joined([full[1], full[0]], ranks, rank, 1)
+    return joined([full[1], full[0]], ranks, rank, 1)
 
 
 @_partition("experts in turn", lambda s: (16, 4 * s, 8), pieces=1)
@@ -419,77 +332,71 @@ def _rope_halved(full: Array, size: int) -> Array:
 
 @_partition("rope permutation, column", lambda s: (64 * s, 16), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    return _part(_rope_halved(full, size), ranks, rank)
+    return part(_rope_halved(full, size), ranks, rank)
 
 
 @_partition("rope permutation, row", lambda s: (64 * s, 16), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    return _part(_rope_halved(full, size), ranks, rank, 1)
+    return part(_rope_halved(full, size), ranks, rank, 1)
 
 
 @_partition("gpt-2 conv1d to linear", lambda s: (16 * s, 48 * s), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _joined(np.split(full.T, 3), ranks, rank)
+    return joined(np.split(full.T, 3), ranks, rank)
 
 
 @_partition("neox heads", lambda s: (8, 3, 4 * s, 8), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full.transpose(1, 0, 2, 3), ranks, rank, 1)
+    return part(full.transpose(1, 0, 2, 3), ranks, rank, 1)
 
 
 @_partition("falcon groups", lambda s: (8, 4, 4 * s, 8), ranks=(8,), pieces=1)
 @_partition("falcon groups", lambda s: (8, 4, 4 * s, 8), ranks=(2, 4), pieces=2)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    groups = _part(full, ranks, rank)
+    groups = part(full, ranks, rank)
     return np.concatenate([groups[:, part].reshape(-1, 8) for part in (slice(2), 2, 3)])
 
 
 @_partition("dbrx experts transposed", lambda s: (8, 16 * s, 8), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full, ranks, rank).transpose(0, 2, 1)
+    return part(full, ranks, rank).transpose(0, 2, 1)
 
 
 @_partition("gpt-oss gate and up taken apart", lambda s: (4, 8, 32 * s), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _joined([full[..., ::2], full[..., 1::2]], ranks, rank, 2).transpose(0, 2, 1)
+    return joined([full[..., ::2], full[..., 1::2]], ranks, rank, 2).transpose(0, 2, 1)
 
 
-@_partition("gpt-oss gate and up kept", lambda s: (4, 8, 32 * s), pieces=1)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full, ranks, rank, 2)
+_partition("gpt-oss gate and up kept", lambda s: (4, 8, 32 * s), pieces=1)(evenly(2))
 
 
 @_partition("mxfp4 blocks, rows", lambda s: (4, 16 * s, 2, 4, 16), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full.transpose(0, 2, 1, 3, 4), ranks, rank, 2)
+    return part(full.transpose(0, 2, 1, 3, 4), ranks, rank, 2)
 
 
-@_partition("mxfp4 blocks, groups", lambda s: (4, 8, 8 * s, 16), pieces=1)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full, ranks, rank, 2)
+_partition("mxfp4 blocks, groups", lambda s: (4, 8, 8 * s, 16), pieces=1)(evenly(2))
 
 
 @_partition("maxtext stacked kernel", lambda s: (4, 8, 8, 4 * s), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full[2].transpose(1, 2, 0), ranks, rank)
+    return part(full[2].transpose(1, 2, 0), ranks, rank)
 
 
 # --- packed weights, in units smaller than an element
 
 
-@_partition("gptq words", lambda s: (8, 64 * s), pieces=1)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full, ranks, rank, 1)
+_partition("gptq words", lambda s: (8, 64 * s), pieces=1)(evenly(1))
 
 
 @_partition("gptq nibbles", lambda s: (64, 16 * s), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    return _part(full.reshape(8, 8, 16 * size).transpose(0, 2, 1), ranks, rank, 1)
+    return part(full.reshape(8, 8, 16 * size).transpose(0, 2, 1), ranks, rank, 1)
 
 
 @_partition("awq nibbles", lambda s: (8, 16 * s, 8), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full[..., [0, 2, 4, 6, 1, 3, 5, 7]], ranks, rank, 1)
+    return part(full[..., [0, 2, 4, 6, 1, 3, 5, 7]], ranks, rank, 1)
 
 
 def _marlin_order() -> Array:
@@ -509,7 +416,7 @@ def _marlin_order() -> Array:
 
 @_partition("marlin nibbles", lambda s: (32, 128 * s), ranks=(2,), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    shard = _part(full, ranks, rank, 1)
+    shard = part(full, ranks, rank, 1)
     columns = shard.shape[1]
     tiles = shard.reshape(2, 16, columns // 16, 16).transpose(0, 2, 1, 3)
     return tiles.reshape(-1, 1024)[:, _marlin_order()].reshape(2, -1)
@@ -518,7 +425,7 @@ def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
 @_partition("q4_0 structs", lambda s: (8 * s, 32), ranks=(2,), pieces=1)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
     pairs = np.stack([full[:, :16], full[:, 16:]], -1).reshape(8 * size, 32)
-    return _part(np.pad(pairs, [(0, 0), (4, 0)]), ranks, rank)
+    return part(np.pad(pairs, [(0, 0), (4, 0)]), ranks, rank)
 
 
 # --- activations and tables
@@ -537,22 +444,18 @@ def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
 
 @_partition("context zigzag, 2 sequences", lambda s: (192 * s, 8), pieces=4)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:
-    sequences = _split(full, [128 * size, 64 * size])
+    sequences = split(full, [128 * size, 64 * size])
     chosen = [rank, 2 * ranks - 1 - rank]
     return np.concatenate(
         [part.reshape(2 * ranks, -1, 8)[chosen].reshape(-1, 8) for part in sequences]
     )
 
 
-@_partition("experts by table", lambda s: (64, 2 * s, 4), ranks=(4,), pieces=32)
+@_partition("experts by table", lambda s: (64, 2 * s, 4), ranks=(4,), pieces=30)
 def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
     table = np.random.RandomState(3).permutation(64)
-    return _part(full[table], ranks, rank)
+    return part(full[table], ranks, rank)
 
 
-@_partition("heads to sequence", lambda s: (8 * s, 8, 4), pieces=1)
-def _(full: Array, size: int, ranks: int, rank: int) -> Array:  # noqa: ARG001
-    return _part(full, ranks, rank, 1)
-
-
+_partition("heads to sequence", lambda s: (8 * s, 8, 4), pieces=1)(evenly(1))
 PARTITIONS: tuple[Partition, ...] = tuple(_partitions)
