@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise, product
+from itertools import product
 from random import Random
 
 import islpy
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from restride.algebra import coverage
 from restride.algebra._lattice import normalize, numel_of
 from restride.algebra._tiling import tiles_by_fingerprint
 from restride.algebra.coverage import (
@@ -586,26 +587,54 @@ def test_a_fault_in_a_huge_tensor_is_found_and_counted():
     assert prove(columns_2_to_the_60(2**20 - 1), side="shard") == Gap(0, 2**20 - 1, 2**40)
 
 
-def test_walks_that_no_structure_joins_are_proved_by_fingerprint():
-    # Seven runs of transposed rows, cut without a pattern.
-    cuts = [0, 3, 64, 65, 200, 201, 333, 512]
+def even_and_odd_rows(rows=2**20, columns=8, *, shift=0):
+    """Even rows on one rank; odd ones on two others, of which one has the upper half."""
+    half, quarter = rows // 2, rows // 4
+    row = Axis(columns, 1, 0, 1)
+    odd = Axis(quarter, 2 * columns, 0, columns), row
     pieces = [
-        Piece(
-            (Axis(64, 512, 0, 1), *([Axis(stop - start, 1, 0, 64)] if stop - start > 1 else [])),
-            start,
-            0,
-            start * 64,
-        )
-        for start, stop in pairwise(cuts)
+        Piece((Axis(half, 2 * columns, 0, columns), row)),
+        Piece(odd, columns, 1),
+        Piece(odd, columns + half * columns - shift, 2),
     ]
-    swapped = [replace(pieces[0], shard_base=64 * 64), *pieces[1:]]
+    shapes = [(half, columns), (quarter, columns), (quarter, columns)]
+    return Layout.of({"tp": 3}, (rows, columns), shapes, pieces)
 
-    def layout(pieces):
-        return Layout.of({"tp": 1}, (64, 512), [(512, 64)], pieces)
 
-    assert prove(layout(pieces), side="full") == Covered(2**15, None)
-    assert prove(layout(pieces)) == Covered(2**15, 2**15)
-    assert prove(layout(swapped), side="shard") == Gap(0, 0, 192)
+def test_what_no_structure_joins_is_proved_by_fingerprint():
+    layout = even_and_odd_rows()
+
+    assert prove(layout) == Covered(2**23, 2**23, method="fingerprint")
+    assert prove(layout, side="shard") == Covered(None, 2**23)
+    assert not replication(layout)
+    assert best_seconds(lambda: prove(layout)) < 5e-3
+
+
+def test_what_the_fingerprint_denies_is_swept():
+    spoiled = even_and_odd_rows(shift=8)  # one row up: over even rows
+
+    assert prove(spoiled) == Hole(2**22 + 8, (2**19 + 1, 0), 2**21)
+    assert replication(spoiled)
+    whole = replace(spoiled, full_shape=(2**20 + 1, 8))
+    assert prove(whole) == Hole(2**22 + 8, (2**19 + 1, 0), 2**21 + 8)
+
+
+@pytest.mark.parametrize(
+    "layers", [("tiles_by_structure",), ("tiles_by_structure", "tiles_by_fingerprint")]
+)
+def test_each_argument_alone_gives_the_verdict_of_walking(monkeypatch, layers):
+    for layer in layers:
+        monkeypatch.setattr(coverage, layer, lambda *_, **__: False)
+    random = seeded(7)
+    methods = Counter()
+    for _ in range(300):
+        layout = random_layout(random, numel=30)
+        for tried in (layout, spoil(layout, random)):
+            verdict = check_against_walking(tried)
+            methods[getattr(verdict, "method", None)] += 1
+
+    assert methods["structure"] < 10  # empty tensors
+    assert methods["sweep" if len(layers) == 2 else "fingerprint"] > 100
 
 
 # Hostile layouts are refused in bounded time, never judged wrongly.

@@ -103,7 +103,7 @@ def replication(layout: Layout) -> bool:
     steps = sum(numel_of(digits) for _, digits in lattices)
     if steps > layout.full_numel:
         return True
-    if are_disjoint(compact(lattices)):
+    if are_disjoint(lattices):
         return False
     if steps == layout.full_numel:
         is_once = tiles_by_fingerprint(lattices, steps)

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 __all__ = [
     "Digits",
@@ -23,6 +23,8 @@ __all__ = [
     "normalize",
     "numel_of",
     "reach_of",
+    "unroll",
+    "whole",
 ]
 
 Digits: TypeAlias = tuple[tuple[int, int], ...]
@@ -153,6 +155,38 @@ def compact(lattices: Iterable[Lattice], *, union: bool = False) -> list[Lattice
     for intervals in levels.get(0, {}).values():
         done.extend((start, _interval(stop - start)) for start, stop in _join(intervals, union))
     return done
+
+
+def unroll(lattices: Collection[Lattice]) -> list[Lattice] | None:
+    """Write out repeated intervals one by one, where that is not many more than there are lattices.
+
+    Pieces of single ranks beside a piece of several, zigzags and expert tables become intervals
+    that `compact` can join.
+
+    Examples:
+        >>> unroll([(1, ((2, 10), (3, 1)))])
+        [(1, ((3, 1),)), (11, ((3, 1),))]
+        >>> unroll([(0, ((10**6, 10), (3, 1)))]) is None
+        True
+    """
+    left = 64 + 4 * len(lattices)
+    unrolled: list[Lattice] = []
+    for base, digits in lattices:
+        inner = 1 if digits and digits[-1][1] == 1 else 0
+        outer, interval = digits[: len(digits) - inner], digits[len(digits) - inner :]
+        left -= numel_of(outer)
+        if left < 0:
+            return None
+        bases = [base]
+        for extent, stride in outer:
+            bases = [start + step * stride for start in bases for step in range(extent)]
+        unrolled.extend((start, interval) for start in bases)
+    return unrolled
+
+
+def whole(numel: int) -> Lattice:
+    """All of ``[0, numel)`` in normal form."""
+    return 0, _interval(numel)
 
 
 def _interval(length: int) -> Digits:

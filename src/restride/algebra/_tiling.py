@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from restride.algebra._field import MOST_BITS, PRIME, Fingerprint, field_point, points_needed
-from restride.algebra._lattice import normalize, numel_of
+from restride.algebra._lattice import compact, normalize, reach_of, unroll, whole
 from restride.algebra._sweep import Region, sweep
 from restride.errors import UnsupportedError
 
@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from restride.algebra._lattice import Digits, Lattice
     from restride.algebra.piece import Piece
 
-__all__ = ["are_disjoint", "full_lattice", "located_sweep", "shard_lattice", "tiles_by_fingerprint"]
+__all__ = [
+    "are_disjoint",
+    "full_lattice",
+    "located_sweep",
+    "shard_lattice",
+    "tiles_by_fingerprint",
+    "tiles_by_structure",
+]
 
 T = TypeVar("T", bound="Hashable")
 
@@ -35,15 +42,38 @@ def shard_lattice(piece: Piece, width: int) -> Lattice:
 
 def are_disjoint(lattices: list[Lattice]) -> bool:
     """Whether structure alone says that no point occurs twice."""
-    if any(len(digits) > 1 or (digits and digits[0][1] != 1) for _, digits in lattices):
+    joined = compact(lattices)
+    intervals = joined if all(map(_is_interval, joined)) else unroll(joined)
+    if intervals is None:
         return False
-    lattices.sort()
+    intervals.sort()
     reach = -1
-    for base, digits in lattices:
+    for base, digits in intervals:
         if base <= reach:
             return False
-        reach = base + numel_of(digits) - 1
+        reach = base + reach_of(digits)
     return True
+
+
+def _is_interval(lattice: Lattice) -> bool:
+    digits = lattice[1]
+    return not digits or digits[0][1] == 1
+
+
+def tiles_by_structure(lattices: Iterable[Lattice], numel: int, *, union: bool = False) -> bool:
+    """Whether structure alone says that lattices hold each address below `numel` once.
+
+    With `union`, at least once. False says nothing.
+    """
+    goal = whole(numel)
+    joined = compact(lattices, union=union)
+    if goal in joined:
+        return union or len(joined) == 1
+    unrolled = unroll(joined)
+    if unrolled is None:
+        return False
+    joined = compact(unrolled, union=union)
+    return goal in joined and (union or len(joined) == 1)
 
 
 def tiles_by_fingerprint(lattices: Collection[Lattice], numel: int) -> bool | None:
@@ -55,11 +85,11 @@ def tiles_by_fingerprint(lattices: Collection[Lattice], numel: int) -> bool | No
     if numel.bit_length() > MOST_BITS:
         return None
     seed = repr((numel, sorted(lattices))).encode()
-    whole = ((numel, 1),)
+    _, all_digits = whole(numel)
     for number in range(points_needed(numel)):
         sums = Fingerprint((field_point(seed, number),))
         if sum(sums.walk((base,), digits) for base, digits in lattices) % PRIME != sums.walk(
-            (0,), whole
+            (0,), all_digits
         ):
             return False
     return True

@@ -22,13 +22,14 @@ from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from restride.algebra._holders import Held, holders, replication
-from restride.algebra._lattice import compact, normalize, numel_of
+from restride.algebra._lattice import normalize, numel_of
 from restride.algebra._sweep import Region, lowest_missing, sweep
 from restride.algebra._tiling import (
     full_lattice,
     located_sweep,
     shard_lattice,
     tiles_by_fingerprint,
+    tiles_by_structure,
 )
 from restride.algebra._verdict import (
     Covered,
@@ -142,8 +143,7 @@ def _prove_full(layout: Layout) -> Method | Hole:
     if not numel:
         return "structure"
     lattices = [full_lattice(piece) for piece in layout.all_pieces]
-    whole = (0, ((numel, 1),) if numel > 1 else ())
-    if whole in lattices or whole in compact(lattices, union=True):
+    if tiles_by_structure(lattices, numel, union=True):
         return "structure"
     different = set(lattices)
     if sum(numel_of(digits) for _, digits in different) == numel and tiles_by_fingerprint(
@@ -166,7 +166,7 @@ def _prove_shards(layout: Layout) -> Method | Gap | Overlap:
     pieces = [shard_lattice(piece, width) for piece in layout.all_pieces]
     pieces += [shard_lattice(padding.as_piece(), width) for padding in layout.padding]
     lattices = [*pieces, *_beyond_shards(layout, width)]
-    if compact(lattices) == [(0, ((numel, 1),) if numel > 1 else ())]:
+    if tiles_by_structure(lattices, numel):
         return "structure"
     steps = sum(numel_of(digits) for _, digits in lattices)
     if steps == numel and tiles_by_fingerprint(lattices, numel):
