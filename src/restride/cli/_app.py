@@ -16,11 +16,11 @@ from restride.errors import RestrideError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
 
 # What `restride --help` says of each command. The help of the command itself starts with the same
 # words; a test holds them together.
-_COMMANDS: Final = {
+COMMANDS: Final = {
     "info": "What is in a checkpoint, and how is it cut?",
     "check": "Is a checkpoint whole, consistent and intact? Prove it.",
     "convert": "Write a checkpoint in another format, bit for bit.",
@@ -34,11 +34,11 @@ class _LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
-        return list(_COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         del ctx
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in COMMANDS:
             return None
         command = importlib.import_module(f"restride.cli.{cmd_name}").command
         return command if isinstance(command, click.Command) else None
@@ -46,7 +46,7 @@ class _LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
         with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 @click.group(

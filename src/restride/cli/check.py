@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from restride import api
-from restride.cli.contents import catalog_to_json, finding_to_json, show_findings, show_summary
+from restride.cli.contents import catalog_to_json, finding_to_json, show_findings, show_headline
 from restride.cli.exits import ExitCode
-from restride.cli.options import json_option
+from restride.cli.options import json_option, memory_option
 from restride.cli.output import open_page, write_json
 from restride.cli.progress import open_progress
 from restride.cli.sizes import format_count, format_size
@@ -24,16 +24,17 @@ __all__ = ["command", "show_report"]
 
 @click.command("check")
 @click.argument("checkpoint")
+@memory_option
 @json_option
-def command(checkpoint: str, *, as_json: bool) -> int:
+def command(checkpoint: str, *, memory: int, as_json: bool) -> int:
     """Is a checkpoint whole, consistent and intact? Prove it.
 
-    Proves for every tensor and state that each element is held by some rank and each byte of each
-    shard belongs to one element, and compares what more than one rank holds, bit for bit. Exits
-    with 1 where something is found.
+    Proves that every element of every tensor and state is held by some rank and that each shard
+    lies inside its file, and compares what more than one rank holds, bit for bit. Exits with 1
+    where something is found.
     """
     with open_progress("checking") as observer:
-        report = api.check(checkpoint, observer=observer)
+        report = api.check(checkpoint, budget_nbytes=memory, observer=observer)
     if as_json:
         findings = [finding_to_json(finding) for finding in report.findings]
         content = catalog_to_json(report.catalog)
@@ -46,15 +47,13 @@ def command(checkpoint: str, *, as_json: bool) -> int:
             }
         )
     else:
-        page = open_page()
-        show_summary(page, checkpoint, report.catalog)
-        show_report(page, report)
+        show_report(open_page(), checkpoint, report)
     return ExitCode.OK if report.verdict == "ok" else ExitCode.FINDING
 
 
-def show_report(page: Page, report: CheckReport) -> None:
-    """Write the findings, then the verdict."""
-    page.line()
+def show_report(page: Page, path: str, report: CheckReport) -> None:
+    """Write what was checked, the findings, then the verdict."""
+    show_headline(page, path, report.catalog)
     show_findings(page, report.findings)
     arrays = sum(len(tensor.states) for tensor in report.catalog.tensors)
     if report.verdict == "ok":

@@ -12,12 +12,19 @@ from restride.cli.sizes import format_count, format_size
 from restride.cli.words import describe_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from restride.checkpoint.catalog import Catalog, Finding, TensorEntry
     from restride.cli.output import Page, Tone
 
-__all__ = ["catalog_to_json", "finding_to_json", "show_findings", "show_summary", "show_tensors"]
+__all__ = [
+    "catalog_to_json",
+    "finding_to_json",
+    "show_findings",
+    "show_headline",
+    "show_summary",
+    "show_tensors",
+]
 
 _TONES: dict[str, Tone] = {"error": "bad", "warning": "warn", "note": "dim"}
 
@@ -45,10 +52,14 @@ def finding_to_json(finding: Finding) -> dict[str, object]:
     }
 
 
-def show_summary(page: Page, path: str, catalog: Catalog) -> None:
-    """Write what is in the checkpoint, in three lines."""
+def show_headline(page: Page, path: str, catalog: Catalog) -> None:
+    """Write which checkpoint it is, in one line."""
     ranks = format_count(catalog.mesh.size, "rank")
     page.line(f"{path}: {catalog.format}, written by {ranks} ({catalog.mesh})", "bold")
+
+
+def show_summary(page: Page, catalog: Catalog) -> None:
+    """Write what is in the checkpoint, in two lines."""
     kinds = Counter(tensor.kind for tensor in catalog.tensors)
     counts = [format_count(kinds[kind], kind) for kind in ("parameter", "buffer") if kinds[kind]]
     numel = sum(tensor.layout.full_numel for tensor in catalog.tensors)
@@ -57,16 +68,22 @@ def show_summary(page: Page, path: str, catalog: Catalog) -> None:
         f"{' and '.join(counts) or 'no tensors'}, {format_count(numel, 'element')}, in "
         f"{format_count(len(catalog.files), 'file')} of {format_size(nbytes)}"
     )
-    states = Counter(
-        f"{state} ({entry.dtype})"
+    page.line(f"states: {'; '.join(_states(catalog)) or 'none'}")
+
+
+def _states(catalog: Catalog) -> Iterator[str]:
+    """States that have the same dtype in the same number of tensors, together."""
+    counts = Counter(
+        (state, str(entry.dtype))
         for tensor in catalog.tensors
         for state, entry in tensor.states.items()
     )
-    parts = [
-        state if count == len(catalog.tensors) else f"{state} of {count}"
-        for state, count in states.items()
-    ]
-    page.line(f"states: {', '.join(parts) or 'none'}")
+    groups: dict[tuple[str, int], list[str]] = {}
+    for (state, dtype), count in counts.items():
+        groups.setdefault((dtype, count), []).append(state)
+    for (dtype, count), states in groups.items():
+        some = "" if count == len(catalog.tensors) else f" of {format_count(count, 'tensor')}"
+        yield f"{', '.join(states)} ({dtype}){some}"
 
 
 def show_tensors(page: Page, catalog: Catalog) -> None:

@@ -9,7 +9,7 @@ import click
 from restride import api
 from restride.cli.contents import finding_to_json, show_findings
 from restride.cli.exits import ExitCode
-from restride.cli.options import SIZE, json_option
+from restride.cli.options import as_nbytes, json_option, memory_option
 from restride.cli.output import open_page, write_json
 from restride.cli.progress import open_progress
 from restride.cli.sizes import format_count, format_duration, format_rate, format_size
@@ -32,8 +32,13 @@ __all__ = ["command", "show_report"]
     help="The weights alone (default), or the master copies and optimizer states too.",
 )
 @click.option("--dtype", help="Type of the weights: float32, bfloat16, ... Default: as trained.")
-@click.option("--max-shard-size", type=SIZE, help="Start a new file above this size, such as 5GB.")
-@click.option("--memory", type=SIZE, help="Most memory to take, such as 512MB.")
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    callback=as_nbytes,
+    help="Start a new file above this size, such as 5GB.",
+)
+@memory_option
 @click.option(
     "--replicas",
     type=click.Choice(["check", "first", "mean"]),
@@ -50,7 +55,7 @@ def command(
     states: Literal["weights", "all"],
     dtype: str | None,
     max_shard_size: int | None,
-    memory: int | None,
+    memory: int,
     replicas: Literal["check", "first", "mean"],
     force: bool,
     as_json: bool,
@@ -83,12 +88,14 @@ def command(
 def show_report(page: Page, report: ConvertReport, out: str) -> None:
     """Write what was read, written and noticed; `out` is the folder as the user called it."""
     show_findings(page, report.findings)
+    rate = ""
+    if report.seconds > 1:  # below that it says more of the start than of the work
+        rate = f" ({format_rate(report.written_nbytes, report.seconds)})"
     page.line(
         f"{out}: {format_count(report.tensor_count, 'array')} in "
         f"{format_count(len(report.files), 'file')}, {format_size(report.written_nbytes)} written, "
-        f"{format_size(report.read_nbytes)} read, {format_duration(report.seconds)} "
-        f"({format_rate(report.written_nbytes, report.seconds)}), buffers below "
-        f"{format_size(report.projected_nbytes)}",
+        f"{format_size(report.read_nbytes)} read, {format_duration(report.seconds)}{rate}, "
+        f"buffers below {format_size(report.projected_nbytes)}",
         "good",
     )
     for name in report.files:

@@ -15,8 +15,7 @@ import click
 from restride import api
 from restride.algebra.coverage import Covered, prove
 from restride.algebra.coverage import explain as explain_verdict
-from restride.cli import check, convert
-from restride.cli.contents import show_summary, show_tensors
+from restride.cli import check, convert, info
 from restride.cli.exits import ExitCode
 from restride.cli.options import json_option
 from restride.cli.output import open_page, write_json
@@ -37,9 +36,9 @@ _FUSED: Final = "transformer.h.0.attn.qkv_proj.weight"
 _PROBLEM: Final = """\
 The problem
   CodeGen keeps query, key and value in one fused weight. Tensor parallelism has to cut it by heads,
-  so the shard of a rank is a permutation of the rows. Described with boxes, each of two ranks needs
-  11 of them, and more ranks need more. The optimizer states of the same weight are cut once more,
-  flat, over the data-parallel ranks. The sample is such a checkpoint, written by DeepSpeed."""
+  so what a rank holds is a permutation of its rows: described with boxes, 11 of them on each of two
+  ranks, 12 on each of four. ZeRO then cuts the optimizer states of the same weight once more, flat,
+  over the data-parallel ranks. The sample is such a checkpoint, written by DeepSpeed itself."""
 _NEXT: Final = """\
 Your own data
   restride info CKPT                             what is in it, and how is it cut?
@@ -92,10 +91,9 @@ def command(*, as_json: bool) -> int:
 def _tell(page: Page, checked: api.CheckReport, fused: TensorEntry, verdict: Verdict) -> None:
     _paragraph(page, _PROBLEM)
     _command(page, f"restride info {_NAME}")
-    show_summary(page, _NAME, checked.catalog)
-    show_tensors(page, checked.catalog)
+    info.show_catalog(page, _NAME, checked.catalog)
     _command(page, f"restride check {_NAME}")
-    check.show_report(page, checked)
+    check.show_report(page, _NAME, checked)
     page.line()
     page.line(f"{fused.name}: one walk over the full tensor, the ranks and the shards", "bold")
     page.line()

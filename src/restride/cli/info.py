@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from restride import api
-from restride.cli.contents import catalog_to_json, show_findings, show_summary, show_tensors
+from restride.cli.contents import (
+    catalog_to_json,
+    show_findings,
+    show_headline,
+    show_summary,
+    show_tensors,
+)
 from restride.cli.options import json_option
 from restride.cli.output import open_page, write_json
 
-__all__ = ["command"]
+if TYPE_CHECKING:
+    from restride.checkpoint.catalog import Catalog
+    from restride.cli.output import Page
+
+__all__ = ["command", "show_catalog"]
 
 
 @click.command("info")
@@ -26,8 +38,14 @@ def command(checkpoint: str, *, as_json: bool) -> None:
         write_json(catalog_to_json(catalog))
         return
     page = open_page()
-    show_summary(page, checkpoint, catalog)
-    show_tensors(page, catalog)
+    show_catalog(page, checkpoint, catalog)
     if catalog.findings:
         page.line()
         show_findings(page, catalog.findings)
+
+
+def show_catalog(page: Page, path: str, catalog: Catalog) -> None:
+    """Write what is in the checkpoint at `path`, and how it is cut."""
+    show_headline(page, path, catalog)
+    show_summary(page, catalog)
+    show_tensors(page, catalog)

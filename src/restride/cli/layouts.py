@@ -56,16 +56,14 @@ def command(context: click.Context, *, as_json: bool) -> None:
         write_json({"layouts": {name: _entry_to_json(e) for name, e in CATALOGUE.items()}})
         return
     page = open_page()
+    width = max(map(len, CATALOGUE))
     for topic, entries in groupby(CATALOGUE.values(), key=lambda entry: entry.topic):
         page.line(topic, "bold")
-        page.table(
-            [Column("  name"), Column("what it is")],
-            [[f"  {entry.name}", entry.summary] for entry in entries],
-        )
+        rows = [[f"  {entry.name:<{width}}", entry.summary] for entry in entries]
+        page.table([Column(""), Column("")], rows)
         page.line()
-    page.line(
-        "restride layouts NAME draws a small example, restride layouts NAME --help its options"
-    )
+    page.line("restride layouts NAME         draws a small example")
+    page.line("restride layouts NAME --help  lists its options")
 
 
 def _command_of(entry: Entry) -> click.Command:

@@ -1,4 +1,4 @@
-"""What the commands accept: types of arguments that click does not know."""
+"""Options that commands share."""
 
 from __future__ import annotations
 
@@ -11,30 +11,39 @@ from restride.cli.sizes import parse_size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SIZE", "json_option"]
+__all__ = ["as_nbytes", "json_option", "memory_option"]
 
 _Decorated = TypeVar("_Decorated", bound="Callable[..., object]")
 
 
-class _Size(click.ParamType):
-    name = "size"
+def as_nbytes(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """Callback of an option that is a size, such as ``512MB``.
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_size(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-SIZE = _Size()
+    Raises:
+        click.BadParameter: The text is no size; the error says how to write it.
+    """
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx=context, param=parameter) from None
 
 
 def json_option(command: _Decorated) -> _Decorated:
     """Add ``--json`` to a command, as the argument ``as_json``."""
     return click.option(
         "--json", "as_json", is_flag=True, help="Print one JSON object, for machines."
+    )(command)
+
+
+def memory_option(command: _Decorated) -> _Decorated:
+    """Add ``--memory`` to a command, in bytes."""
+    return click.option(
+        "--memory",
+        metavar="SIZE",
+        callback=as_nbytes,
+        default="512MiB",
+        show_default=True,
+        help="Most memory for plan and buffers; the interpreter comes on top.",
     )(command)

@@ -78,7 +78,7 @@ class Page(Protocol):
         """Write one line."""
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-        """Write a heading and one line for each row."""
+        """Write a heading, if the columns have names, and one line for each row."""
 
     def picture(self, lines: Sequence[Sequence[Cell]]) -> None:
         """Write lines of coloured cells."""
@@ -104,7 +104,8 @@ class _PlainPage:
         sys.stdout.write(f"{text}\n")
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-        lines = [[column.name for column in columns], *rows]
+        names = [column.name for column in columns]
+        lines = [names, *rows] if any(names) else rows
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         for cells in lines:
             padded = [
@@ -129,7 +130,13 @@ class _RichPage:
         from rich.table import Table  # noqa: PLC0415
         from rich.text import Text  # noqa: PLC0415
 
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        table = Table(
+            box=None,
+            pad_edge=False,
+            padding=(0, 2, 0, 0),
+            header_style="bold",
+            show_header=any(column.name for column in columns),
+        )
         for column in columns:
             side: Literal["left", "right"] = "right" if column.is_number else "left"
             table.add_column(column.name, justify=side, overflow="fold", no_wrap=column.is_number)

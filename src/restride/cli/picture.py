@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
-from math import prod
+from itertools import groupby, zip_longest
 from string import ascii_letters, digits
 from typing import TYPE_CHECKING
 
@@ -23,10 +22,9 @@ __all__ = ["draw_layout", "format_shape"]
 
 _LETTERS = ascii_letters.upper()[:26] + ascii_letters[:26] + digits
 _EVERYONE, _HOLE, _BEYOND = "=", ".", "+"
-_CELL_WIDTH = 6  # a letter, a space, a number and a margin
 _MOST_COLUMNS = 8
 _BAR_WIDTH = 48
-_FOLD_HEIGHT, _MOST_FOLDS = 12, 3
+_FOLD_HEIGHT, _MOST_FOLD_HEIGHT, _MOST_FOLDS = 12, 24, 3
 _MOST_RANKS, _MOST_IN_ORDER, _MOST_PIECES = 16, 24, 6
 
 
@@ -65,12 +63,16 @@ def _draw_blocks(page: Page, layout: Layout, grid: Grid) -> None:
         f"full tensor {format_shape(layout.full_shape)}: {format_count(count, 'block')}{alike}",
         "bold",
     )
-    most = _FOLD_HEIGHT * _MOST_FOLDS
-    stride = -(-len(grid.rows) // most)
+    bands = [range(row, row + 1) for row in range(len(grid.rows))]
+    if len(bands) > _FOLD_HEIGHT * _MOST_FOLDS:
+        bands = [_band(group) for _, group in groupby(bands, lambda band: grid.holders[band[0]])]
+    stride = -(-len(bands) // (_MOST_FOLD_HEIGHT * _MOST_FOLDS))
     if stride > 1:
-        page.line(f"every {stride}th row of blocks is drawn", "dim")
-    lines = [_block_line(grid, row, layout.rank_count) for row in range(0, len(grid.rows), stride)]
-    folds = [lines[start : start + _FOLD_HEIGHT] for start in range(0, len(lines), _FOLD_HEIGHT)]
+        page.line(f"one row of blocks in {stride} is drawn", "dim")
+        bands = bands[::stride]
+    lines = _block_lines(grid, bands, layout.rank_count)
+    height = max(_FOLD_HEIGHT, -(-len(lines) // _MOST_FOLDS))
+    folds = [lines[start : start + height] for start in range(0, len(lines), height)]
     page.picture([_beside(parts) for parts in zip_longest(*folds, fillvalue=())])
     if any(
         _letters(cell, layout.rank_count) == _EVERYONE for line in grid.holders for cell in line
@@ -78,20 +80,55 @@ def _draw_blocks(page: Page, layout: Layout, grid: Grid) -> None:
         page.line(f"{_EVERYONE} is held by every rank", "dim")
 
 
-def _block_line(grid: Grid, row: int, rank_count: int) -> list[Cell]:
-    """One row of blocks: which rows they are, then a cell for each block with its number."""
-    cells = [Cell(f"{_row_label(grid, row):>{_label_width(grid)}}  ")]
+def _band(rows: Iterable[range]) -> range:
+    first, *rest = rows
+    return range(first.start, rest[-1].stop if rest else first.stop)
+
+
+def _block_lines(grid: Grid, bands: Sequence[range], rank_count: int) -> list[list[Cell]]:
+    """One line for each band: which rows of the tensor it is, then its cells."""
+    labels = [_row_label(grid, band) for band in bands]
+    width = max(map(len, labels))
+    draw = _numbered_cells if len(grid.columns) <= _MOST_COLUMNS else _lettered_cells
+    cells = draw(grid, bands, rank_count)
+    return [[Cell(f"{label:>{width}}  "), *line] for label, line in zip(labels, cells, strict=True)]
+
+
+def _numbered_cells(grid: Grid, bands: Sequence[range], rank_count: int) -> list[list[Cell]]:
+    """Cells with the letters of their ranks and their number, counted row by row."""
     count = len(grid.columns)
-    if count <= _MOST_COLUMNS:
-        digits = len(str(len(grid.rows) * count))
-        for column, ranks in enumerate(grid.holders[row]):
-            number = f"{row * count + column:>{digits}}"
-            cells.append(Cell(f" {_letters(ranks, rank_count)} {number} ", _paint(ranks)))
-        return cells
-    for position in range(min(count, _BAR_WIDTH)):
-        ranks = grid.holders[row][position * count // min(count, _BAR_WIDTH)]
-        cells.append(Cell(_letters(ranks, rank_count)[:1], _paint(ranks)))
-    return cells
+    texts = [
+        [
+            (_letters(ranks, rank_count), _numbers(band, column, count))
+            for column, ranks in enumerate(grid.holders[band[0]])
+        ]
+        for band in bands
+    ]
+    letters = max(len(text) for line in texts for text, _ in line)
+    numbers = max(len(number) for line in texts for _, number in line)
+    return [
+        [
+            Cell(f" {text:<{letters}} {number:>{numbers}} ", _paint(ranks))
+            for (text, number), ranks in zip(line, grid.holders[band[0]], strict=True)
+        ]
+        for line, band in zip(texts, bands, strict=True)
+    ]
+
+
+def _lettered_cells(grid: Grid, bands: Sequence[range], rank_count: int) -> list[list[Cell]]:
+    """Cells of one letter, for more columns than numbers have room for."""
+    count = len(grid.columns)
+    shown = min(count, _BAR_WIDTH)
+    columns = [place * count // shown for place in range(shown)]
+    lines = [[grid.holders[band[0]][column] for column in columns] for band in bands]
+    return [
+        [Cell(_letters(ranks, rank_count)[:1], _paint(ranks)) for ranks in line] for line in lines
+    ]
+
+
+def _numbers(band: range, column: int, count: int) -> str:
+    first = band[0] * count + column
+    return _format_run(first, band[-1]) if count == 1 else str(first)
 
 
 def _beside(parts: Iterable[Sequence[Cell]]) -> list[Cell]:
@@ -103,15 +140,14 @@ def _beside(parts: Iterable[Sequence[Cell]]) -> list[Cell]:
     return joined
 
 
-def _row_label(grid: Grid, row: int) -> str:
-    interval = grid.rows[row]
+def _row_label(grid: Grid, band: range) -> str:
     if len(grid.rows) == 1:
         return "elements" if grid.is_flat else "all rows"
-    return f"{interval[0]}-{interval[-1]}" if len(interval) > 1 else f"{interval[0]}"
+    return _format_run(grid.rows[band[0]][0], grid.rows[band[-1]][-1])
 
 
-def _label_width(grid: Grid) -> int:
-    return max(len(_row_label(grid, row)) for row in (0, len(grid.rows) - 1))
+def _format_run(first: int, last: int) -> str:
+    return f"{first}-{last}" if last > first else f"{first}"
 
 
 def _letters(ranks: Sequence[int], rank_count: int) -> str:
@@ -180,8 +216,9 @@ def _draw_axes(page: Page, layout: Layout) -> None:
         f"{format_count(len(pieces), 'piece')} for the whole tensor, {each} on each rank", "bold"
     )
     for number, piece in enumerate(pieces[:_MOST_PIECES]):
-        if number or piece.full_base or piece.rank_base or piece.shard_base or piece.scale != 1:
-            page.line(_bases(piece, layout))
+        from_start = not (piece.full_base or piece.rank_base or piece.shard_base)
+        if len(pieces) > 1 or not from_start or piece.scale != 1:
+            page.line(f"piece {number} {_bases(piece, layout)}")
         if piece.axes:
             page.table(
                 [Column(name, is_number=True) for name in ("extent", "full", "rank", "shard")]
@@ -201,7 +238,8 @@ def _bases(piece: Piece, layout: Layout) -> str:
 
 def _axis_row(axis: Axis, layout: Layout) -> list[str]:
     columns = _columns(layout.full_shape)
-    extent = _in_rows(axis.extent, columns) if axis.full_stride == 1 else str(axis.extent)
+    is_run = axis.full_stride == axis.shard_stride == 1
+    extent = _in_rows(axis.extent, columns) if is_run else str(axis.extent)
     return [
         extent,
         _in_rows(axis.full_stride, columns),
@@ -218,7 +256,7 @@ def _meaning(axis: Axis) -> str:
 
 
 def _columns(shape: Shape) -> int:
-    return shape[-1] if len(shape) > 1 and prod(shape) else 1
+    return shape[-1] if len(shape) > 1 and all(shape) else 1
 
 
 def _in_rows(number: int, columns: int) -> str:

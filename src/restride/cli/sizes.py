@@ -100,5 +100,5 @@ def format_count(number: int, noun: str) -> str:
     """
     if number == 1:
         return f"1 {noun}"
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    plural = f"{noun[:-1]}ies" if noun.endswith(("py", "ry")) else f"{noun}s"
     return f"{number:,} {plural}"

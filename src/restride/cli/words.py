@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING
 
 from restride.algebra.signature import signature
+from restride.cli.sizes import format_count
 from restride.errors import LayoutError
 from restride.layouts.codegen import codegen_qkv
 from restride.layouts.replicated import replicated
@@ -40,8 +42,10 @@ def describe_layout(layout: Layout) -> str:
     for words, candidate in _candidates(layout):
         if signature(candidate) == found:
             return words
+    held = sum(count * prod(shape) for count, shape in layout.shard_shapes)
+    partly = "partly replicated, " if held > layout.full_numel and not layout.padding else ""
     most = max(len(layout.pieces(rank)) for rank in range(layout.rank_count))
-    return f"permuted, {most} piece{'' if most == 1 else 's'} per rank"
+    return f"{partly}{format_count(most, 'piece')} per rank"
 
 
 def _candidates(layout: Layout) -> Iterator[tuple[str, Layout]]:

@@ -1,0 +1,149 @@
+"""Every error is one sentence on standard error, and the exit codes are what scripts rely on."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from restride import __version__, api
+from restride.cli import _app
+from restride.errors import CorruptError
+from restride.testing.command_line import SAMPLE, run
+
+
+def assert_one_sentence(err: str) -> None:
+    assert err.startswith("restride: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    assert not err.rstrip("\n").endswith(".")
+    assert "Traceback" not in err
+
+
+def test_help_names_every_command_and_the_exit_codes() -> None:
+    bare, asked = run(), run("--help")
+
+    assert bare == asked
+    assert bare.code == 0
+    assert all(f"  {name} " in bare.out for name in ("info", "check", "convert", "layouts", "demo"))
+    assert "0 fine, 1 a finding, 2 refused or failed" in bare.out
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert run("--version").out == f"restride, version {__version__}\n"
+
+
+@pytest.mark.parametrize("name", _app.COMMANDS)
+def test_a_command_is_helped_in_the_words_of_the_list(name: str) -> None:
+    command = importlib.import_module(f"restride.cli.{name}").command
+
+    assert command.name == name
+    assert command.help.split("\n\n")[0] == _app.COMMANDS[name]
+    ran = run(name, "--help")
+    assert ran.code == 0
+    assert _app.COMMANDS[name] in ran.out
+    assert "--json" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["frob"], "no such command 'frob'; see restride --help"),
+        (["info"], "info: missing argument 'CHECKPOINT'; see restride info --help"),
+        (["info", "a", "b"], "info: got unexpected extra argument (b); see restride info --help"),
+        (["check", "--frob", "a"], "check: no such option"),
+        (["convert", "a", "b", "--to", "dcp"], "'dcp' is not"),
+        (
+            ["convert", "a", "b", "--memory", "lots"],
+            "'lots' is no size; write it like 512MB or 2GiB",
+        ),
+        (["convert", "a", "b", "--max-shard-size", "0"], "less than one byte"),
+        (["layouts", "frob"], "layouts: no such command 'frob'"),
+        (["layouts", "split", "--shape", "4x4"], "--mesh"),
+        (["layouts", "codegen-qkv", "--shape", "48x2", "--mesh", "tp=2"], "--heads"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_with_a_way_out(arguments: list[str], words: str) -> None:
+    ran = run(*arguments)
+
+    assert ran.code == 2
+    assert ran.out == ""
+    assert words in ran.err
+    assert_one_sentence(ran.err)
+
+
+@pytest.mark.parametrize("command", ["info", "check"])
+def test_a_path_that_is_not_there_is_named(tmp_path: Path, command: str) -> None:
+    ran = run(command, tmp_path / "gone")
+
+    assert ran.code == 2
+    assert str(tmp_path / "gone") in ran.err
+    assert_one_sentence(ran.err)
+
+
+@pytest.mark.parametrize("command", ["info", "check"])
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path, command: str) -> None:
+    tmp_path.joinpath("notes.txt").write_text("hello")
+
+    ran = run(command, tmp_path)
+
+    assert ran.code == 2
+    assert str(tmp_path) in ran.err
+    assert_one_sentence(ran.err)
+
+
+def test_an_error_of_the_library_is_shown_as_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = CorruptError("the header is longer than the file", where="x", remedy="copy it again")
+    monkeypatch.setattr(api, "open", failing(error))
+
+    ran = run("info", "x")
+
+    assert ran.code == 2
+    assert ran.err == f"restride: {error}\n"
+
+
+def test_an_error_of_the_system_is_shown_with_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        api, "open", failing(PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/a/b"))
+    )
+
+    assert run("info", "x").err == "restride: /a/b: permission denied\n"
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "check", failing(KeyboardInterrupt()))
+
+    ran = run("check", "x")
+
+    assert ran.code == 130
+    # The empty line ends the one on which the terminal has echoed ^C.
+    assert ran.err == "\nrestride: interrupted\n"
+
+
+def failing(error: BaseException) -> object:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m restride info {SAMPLE} | head -n 1"
+    source = Path(_app.__file__).parents[2]
+
+    result = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        env={**os.environ, "PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert result.stdout.count("\n") == 1

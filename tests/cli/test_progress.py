@@ -1,0 +1,110 @@
+"""Progress is reported on standard error, and leaves nothing behind when the work fails."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import pytest
+
+from restride.cli.progress import BarProgress, LineProgress, open_progress
+from restride.executors.events import PlanFinished, PlanStarted, ReplicaDrift, StepFinished
+
+if TYPE_CHECKING:
+    from restride.executors.events import Observer
+
+PLAN = PlanStarted(steps=4, total_nbytes=4_000_000_000, projected_nbytes=1000)
+
+
+def step(number: int) -> StepFinished:
+    return StepFinished(
+        done_steps=number,
+        done_nbytes=number * 1_000_000_000,
+        read_nbytes=number * 1_000_000_000,
+        tensor=f"h.{number}.weight",
+    )
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_log_gets_a_line_every_ten_seconds_with_rate_and_time_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    with LineProgress("converting", clock=clock) as observer:
+        observer.on_plan(PLAN)
+        for number, now in ((1, 105.0), (2, 110.0), (3, 115.0)):
+            clock.now = now
+            observer.on_step(step(number))
+        observer.on_finish(PlanFinished(1, 1, 15.0))
+    captured = capsys.readouterr()
+
+    assert captured.out == ""
+    assert captured.err == (
+        "restride: converting h.2.weight: 2.00 GB of 4.00 GB, 200 MB/s, 10.0 s left\n"
+    )
+
+
+def test_short_work_writes_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with LineProgress("checking", clock=Clock()) as observer:
+        observer.on_plan(PLAN)
+        observer.on_step(step(4))
+        observer.on_drift(ReplicaDrift("a", "weight", (0, 1), 4, 2, 0.5))
+
+    assert capsys.readouterr().err == ""
+
+
+def test_a_step_that_wrote_nothing_yet_does_not_divide_by_zero(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    with LineProgress("checking", clock=clock) as observer:
+        observer.on_plan(PLAN)
+        clock.now += 60
+        observer.on_step(step(0))
+
+    assert capsys.readouterr().err == ""
+
+
+def test_a_pipe_gets_lines_and_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal, kind in ((False, LineProgress), (True, BarProgress)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda answer=is_terminal: answer)
+
+        assert type(open_progress("converting")) is kind
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_bar_gives_the_cursor_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, fails: bool
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with (
+        pytest.raises(KeyboardInterrupt) if fails else nullcontext(),
+        BarProgress("converting") as bar,
+    ):
+        run(bar)
+        if fails:
+            raise KeyboardInterrupt
+    shown = capsys.readouterr().err
+
+    assert "converting" in shown
+    assert "GB" in shown
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0
+
+
+def run(observer: Observer) -> None:
+    observer.on_plan(PLAN)
+    for number in range(1, 5):
+        observer.on_step(step(number))
+    observer.on_drift(ReplicaDrift("a", "weight", (0, 1), 4, 2, None))
+    observer.on_finish(PlanFinished(1, 1, 1.0))
