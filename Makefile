@@ -13,6 +13,10 @@ DEEPSPEED := deepspeed==0.19.8
 TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 \
   DS_ACCELERATOR=cpu LOCAL_SIZE=0 HF_HUB_OFFLINE=1 TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)/extensions
 
+# Modules that the scripts share are no benchmarks.
+BENCHMARKS := $(if $(B),benchmarks/$(B).py,$(filter-out %/measure.py %/synthetic.py,\
+  $(wildcard benchmarks/*.py)))
+
 .PHONY: demo test check quick bench fuzz clean
 
 demo: $(VENV)/.package
@@ -33,8 +37,9 @@ check: $(VENV)/.tests
 quick: $(VENV)/.tests
 	@$(TEST_ENV) $(BIN)/python -m pytest -q -m 'not interop and not slow' $(if $(K),-k '$(K)')
 
+# Each script is a comparison of its own, in one call; `make bench B=conversion` runs one.
 bench: $(VENV)/.tests
-	@$(TEST_ENV) $(BIN)/python benchmarks/run.py
+	@for script in $(BENCHMARKS); do echo "==> $$script"; $(BIN)/python $$script || exit 1; done
 
 # Laws and hostile files with many more examples; `make fuzz K=hostile` for a part of them.
 fuzz: $(VENV)/.tests
