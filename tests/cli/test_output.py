@@ -69,7 +69,7 @@ def test_the_ranks_have_colours_of_their_own_and_letters_for_those_who_see_none(
 ) -> None:
     shown = on_terminal(monkeypatch, 80, "layouts", "split", "--shape", "4x4", "--mesh", "tp=2")
 
-    painted = dict(re.findall(r"\x1b\[30;(48;2;[\d;]+)m ([AB]) \d ", shown))
+    painted = dict(re.findall(r"\x1b\[38;2;0;0;0;(48;2;[\d;]+)m ([AB]) \d ", shown))
     assert sorted(painted.values()) == ["A", "B"]
     assert len(painted) == 2
 

@@ -20,7 +20,6 @@ from restride.cli.exits import ExitCode
 from restride.cli.options import json_option
 from restride.cli.output import open_page, write_json
 from restride.cli.picture import draw_layout
-from restride.cli.sizes import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,17 +34,19 @@ _NAME, _OUT = "codegen-tp2-dp2", "converted"
 _FUSED: Final = "transformer.h.0.attn.qkv_proj.weight"
 _PROBLEM: Final = """\
 The problem
-  CodeGen keeps query, key and value in one fused weight. Tensor parallelism has to cut it by heads,
-  so what a rank holds is a permutation of its rows: described with boxes, 11 of them on each of two
-  ranks, 12 on each of four. ZeRO then cuts the optimizer states of the same weight once more, flat,
-  over the data-parallel ranks. The sample is such a checkpoint, written by DeepSpeed itself."""
+  CodeGen keeps query, key and value in one fused weight. Tensor parallelism
+  has to cut it by heads, so what a rank holds is a permutation of its rows:
+  described with boxes, 11 of them on each of two ranks, 12 on each of four.
+  ZeRO then cuts the optimizer states of the same weight once more, flat, over
+  the data-parallel ranks. The sample is such a checkpoint, written by
+  DeepSpeed itself."""
 _NEXT: Final = """\
 Your own data
-  restride info CKPT                             what is in it, and how is it cut?
-  restride check CKPT                            is it whole, are the replicas the same?
-  restride convert CKPT OUT                      weights to safetensors, bit for bit
-  restride convert CKPT OUT --states all         with master weights and optimizer states
-  restride layouts                               the layouts that are known by name"""
+  restride info CKPT                      what is in it, and how is it cut?
+  restride check CKPT                     is it whole, are replicas the same?
+  restride convert CKPT OUT               weights to safetensors, bit for bit
+  restride convert CKPT OUT --states all  master weights and moments as well
+  restride layouts                        the layouts that are known by name"""
 
 
 @click.command("demo")
@@ -106,8 +107,8 @@ def _compare(page: Page, count: int, different: list[str]) -> None:
     page.line()
     if not different:
         page.line(
-            f"SHA-256 of {format_count(count, 'array')} against DeepSpeed's own conversion: all "
-            "are the same",
+            f"SHA-256 of all {count} weights, master weights and moments against DeepSpeed's own "
+            "conversion: the same",
             "good",
         )
         return

@@ -29,24 +29,24 @@ _STYLES: Final[dict[Tone, str]] = {
     "bad": "bold red",
     "warn": "bold yellow",
 }
-# Backgrounds that letters can be read on, in dark and light terminals; neighbours differ well.
+# Light backgrounds, on which black letters can be read; neighbours differ well.
 _PAINTS: Final = (
-    "#1f77b4",
-    "#ff7f0e",
-    "#2ca02c",
-    "#d62728",
-    "#9467bd",
-    "#8c564b",
-    "#e377c2",
-    "#bcbd22",
-    "#17becf",
-    "#aec7e8",
-    "#ffbb78",
-    "#98df8a",
-    "#ff9896",
-    "#c5b0d5",
-    "#c49c94",
-    "#dbdb8d",
+    "#6cb6ff",
+    "#ffb454",
+    "#7fd88f",
+    "#ff8f8f",
+    "#c8a6ff",
+    "#e8d25c",
+    "#ff9fd0",
+    "#66d9c8",
+    "#b9c6d8",
+    "#d9a57a",
+    "#b5e61d",
+    "#ffd0c0",
+    "#9aa5ff",
+    "#c2b280",
+    "#a0f0f0",
+    "#e0b0e0",
 )
 
 
@@ -151,5 +151,5 @@ class _RichPage:
             line = Text(no_wrap=True, overflow="crop")
             for cell in cells:
                 paint = None if cell.paint is None else _PAINTS[cell.paint % len(_PAINTS)]
-                line.append(cell.text, "" if paint is None else f"black on {paint}")
+                line.append(cell.text, "" if paint is None else f"#000000 on {paint}")
             self._console.print(line)
