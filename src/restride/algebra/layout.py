@@ -203,20 +203,18 @@ class Layout:
         if piece.rank_range.stop > self.rank_count:
             msg = f"{what} reaches rank {piece.rank_range.stop - 1}, the mesh has {self.rank_count}"
             raise LayoutError(msg)
+        needed = piece.shard_range.stop
         first = 0
         for count, shape in self.shard_shapes:
             run = range(first, first + count)
             first += count
-            short = prod(shape) < piece.shard_range.stop
-            touched = run.start < piece.rank_range.stop and piece.rank_range.start < run.stop
-            if short and touched:
-                rank = next((rank for rank in piece.ranks() if rank in run), None)
-                if rank is not None:
-                    msg = (
-                        f"{what} reaches shard index {piece.shard_range.stop - 1} of rank {rank}, "
-                        f"whose shard has {prod(shape)} elements"
-                    )
-                    raise LayoutError(msg)
+            rank = piece.first_rank_in(run) if prod(shape) < needed else None
+            if rank is not None:
+                msg = (
+                    f"{what} reaches shard index {needed - 1} of rank {rank}, "
+                    f"whose shard has {prod(shape)} elements"
+                )
+                raise LayoutError(msg)
 
 
 def shape_runs(shapes: Iterable[Iterable[int]]) -> tuple[tuple[int, Shape], ...]:

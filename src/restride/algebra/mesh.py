@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from restride.algebra._checks import require_int
 from restride.errors import LayoutError
 
 __all__ = ["Mesh", "MeshLike", "as_mesh"]
+
+# Loops over ranks must end: a file may claim any number of them.
+_MOST_RANKS: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,8 @@ class Mesh:
         axes: (name, size) of each axis, outermost first. Sizes are at least 1.
 
     Raises:
-        LayoutError: A name is empty or repeated, or a size is below 1.
+        LayoutError: A name is empty or repeated, a size is below 1, or there are more than 2^20
+            ranks.
 
     Examples:
         >>> mesh = Mesh((("dp", 2), ("tp", 4)))
@@ -40,6 +44,9 @@ class Mesh:
                 msg = f"mesh axis name {name!r} is not an identifier"
                 raise LayoutError(msg)
             require_int(f"size of mesh axis {name!r}", size, at_least=1)
+        if self.size > _MOST_RANKS:
+            # The product is not printed: it may have more digits than Python turns into text.
+            raise LayoutError(f"a mesh has at most {_MOST_RANKS} ranks, these axes have more")
         if len(set(names)) != len(names):
             msg = f"mesh axes {', '.join(names)} are not all different"
             raise LayoutError(msg)

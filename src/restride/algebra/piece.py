@@ -157,6 +157,29 @@ class Piece:
         """
         yield from _lattice(self.rank_base, [(a.extent, a.rank_stride) for a in self.rank_axes])
 
+    def first_rank_in(self, run: range) -> int | None:
+        """The lowest rank of a run that the walk visits, or None where it visits none.
+
+        Cost:
+            A few operations on integers of one bit per rank, whatever the loops are.
+        """
+        reached = self.rank_range
+        if run.start >= reached.stop or reached.start >= run.stop:
+            return None
+        visited = 1
+        for axis in self.rank_axes:
+            done = 1
+            while done < axis.extent:
+                more = min(done, axis.extent - done)
+                visited |= visited << more * axis.rank_stride
+                done += more
+        below = max(0, run.start - reached.start)
+        rest = visited >> below
+        if not rest:
+            return None
+        rank = reached.start + below + (rest & -rest).bit_length() - 1
+        return rank if rank < run.stop else None
+
     def at_rank(self, rank: int) -> tuple[Piece, ...]:
         """Fix the rank: the concrete pieces that `rank` holds of this walk.
 
