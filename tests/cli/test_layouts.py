@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from restride.algebra.serial import layout_from_json
 
+from restride.algebra.serial import layout_from_json
 from restride.algebra.signature import same_layout, signature
 from restride.layouts import codegen_qkv
 from restride.layouts.catalogue import CATALOGUE, build

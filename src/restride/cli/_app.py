@@ -66,27 +66,34 @@ def _root(context: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    code = ExitCode.FAILED
     try:
-        result = _root.main(args=arguments, prog_name="restride", standalone_mode=False)
-        sys.stdout.flush()
-    except click.Abort:
-        return _fail("interrupted", ExitCode.INTERRUPTED)
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
     except click.ClickException as error:
-        return _fail(_usage_sentence(error))
+        sentence = _usage_sentence(error)
+    except RestrideError as error:
+        sentence = str(error)
+    except OSError as error:
+        sentence = _os_sentence(error)
+    except KeyboardInterrupt:
+        sentence, code = "interrupted", ExitCode.INTERRUPTED
+    sys.stderr.write(f"restride: {sentence}\n")
+    return code
+
+
+def _run(words: list[str]) -> int:
+    try:
+        # Not click's own main(): it would decide what a broken pipe and ^C mean.
+        with _root.make_context("restride", words) as context:
+            result = _root.invoke(context)
+        sys.stdout.flush()
+    except click.exceptions.Exit as done:
+        return done.exit_code
     except BrokenPipeError:
         # The reader of a pipe has seen enough. Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
-    except RestrideError as error:
-        return _fail(str(error))
-    except OSError as error:
-        return _fail(_os_sentence(error))
     return result if isinstance(result, int) else ExitCode.OK
-
-
-def _fail(sentence: str, code: ExitCode = ExitCode.FAILED) -> ExitCode:
-    sys.stderr.write(f"restride: {sentence}\n")
-    return code
 
 
 def _usage_sentence(error: click.ClickException) -> str:
