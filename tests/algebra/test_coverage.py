@@ -31,6 +31,7 @@ from restride.algebra.coverage import (
     require_covered,
 )
 from restride.algebra.layout import Layout, Padding
+from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece
 from restride.errors import CoverageError, LayoutError, UnsupportedError
 from restride.testing.proofs import (
@@ -478,6 +479,7 @@ def test_a_covered_layout_is_explained_with_its_numbers():
         "written exactly once or declared padding"
     )
     assert explain(prove(layout, side="full"), layout) == "each of 12 full elements is held"
+    assert explain(prove(layout, side="shard"), layout).startswith("each of 12 shard addresses of")
 
 
 def test_a_hole_is_explained_with_its_place_and_its_neighbour():
@@ -508,6 +510,26 @@ def test_a_piece_over_itself_is_explained_with_both_of_its_elements():
     assert explain(prove(layout), layout) == (
         "piece 0 writes shard index 1 at (1,) of rank 0 more than once "
         "(full elements 1 at (0, 1) and 2 at (0, 2)); 2 in all"
+    )
+
+
+def test_an_overlap_without_elements_is_explained_by_its_writers():
+    layout = padded(Padding((Axis(2, 0, 1, 0),), 0, 3), Padding((), 1, 3))
+
+    assert explain(prove(layout), layout) == (
+        "padding 0 and padding 1 both write shard index 3 at (3,) of rank 1; 1 in all"
+    )
+
+
+def test_the_neighbour_of_a_hole_is_found_on_axes_that_run_backwards():
+    layout = Layout.of(
+        {"cp": 3}, (7,), [(2,)] * 3, [Piece((Axis(3, -2, 1, 0), Axis(2, 1, 0, 1)), 4)]
+    )
+
+    assert prove(layout) == Hole(6, (6,), 1)
+    assert explain(prove(layout), layout) == (
+        "no rank holds full element 6 at (6,), 1 of 7 in all; "
+        "the element before it is on rank 0 (piece 0)"
     )
 
 
@@ -619,6 +641,17 @@ def test_what_the_fingerprint_denies_is_swept():
     assert prove(whole) == Hole(2**22 + 8, (2**19 + 1, 0), 2**21 + 8)
 
 
+def test_replicas_are_told_from_holes_where_there_are_both():
+    layout = even_and_odd_rows()
+    holes = replace(layout, all_pieces=layout.all_pieces[1:])
+    replicas = replace(holes, all_pieces=(*holes.all_pieces, Piece((), 8, 0)))
+
+    assert not replication(holes)
+    assert replication(replicas)
+    assert not replication(rows(Piece((Axis(4, 1, 0, 1),)), Piece((Axis(2, 1, 0, 1),), 7, 1)))
+    assert replication(rows(Piece((Axis(4, 1, 0, 1),)), Piece((Axis(2, 1, 0, 1),), 3, 1)))
+
+
 @pytest.mark.parametrize(
     "layers", [("tiles_by_structure",), ("tiles_by_structure", "tiles_by_fingerprint")]
 )
@@ -665,11 +698,19 @@ def test_numbers_beyond_the_field_are_still_proved_by_structure_and_sweep():
     assert prove(whole) == Covered(2 * far, 2 * far)
     assert prove(spoiled) == Hole(far - 1, (far - 1,), 2)
     assert not replication(whole)
+    assert prove(even_and_odd_rows(2**60, 2**50)) == Covered(2**110, 2**110, method="sweep")
+    assert not replication(even_and_odd_rows(2**60, 2**50))
 
 
 def test_holders_of_a_million_visits_are_refused():
-    layout = Layout.of({"dp": 2**21}, (1,), [(1,)] * 2**21, [Piece((Axis(2**21, 0, 1, 0),))])
+    everywhere = Piece((Axis(2**20, 0, 1, 0),))
+    layout = Layout(
+        Mesh((("dp", 2**20),)),
+        (2,),
+        ((2**20, (2,)),),
+        (everywhere, replace(everywhere, full_base=1, shard_base=1)),
+    )
 
-    assert prove(layout) == Covered(1, 2**21)
-    with pytest.raises(UnsupportedError, match="visit ranks 2097152 times"):
+    assert prove(layout) == Covered(2, 2**21)
+    with pytest.raises(UnsupportedError, match="visit ranks more than 1048576 times"):
         holders(layout)

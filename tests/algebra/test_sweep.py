@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from restride.algebra._field import PRIME, Fingerprint, field_point, points_needed
 from restride.algebra._lattice import compact, count_below, is_nested, normalize, numel_of
 from restride.algebra._sweep import Region, lowest_missing, sweep
 from restride.errors import LayoutError, UnsupportedError
@@ -196,3 +197,26 @@ def test_a_normal_lattice_has_the_points_of_the_walk(random):
         strides = [stride for _, stride in lattice[1]]
         assert strides == sorted(strides, reverse=True)
         assert all(extent > 1 and stride > 0 for extent, stride in lattice[1])
+
+
+@given(
+    st.integers(0, PRIME - 1),
+    st.integers(0, 30),
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), max_size=3),
+)
+def test_a_fingerprint_is_the_sum_of_powers_over_the_walk(point, base, digits):
+    expected = sum(pow(point, address, PRIME) for address in points(base, digits)) % PRIME
+
+    assert Fingerprint((point,)).walk((base,), digits) == expected
+
+
+def test_points_of_the_field_differ_by_seed_and_number_and_are_neither_0_nor_1():
+    drawn = {field_point(seed, number) for seed in (b"a", b"b") for number in range(50)}
+
+    assert len(drawn) == 100
+    assert all(1 < point < PRIME for point in drawn)
+
+
+@pytest.mark.parametrize("bits", [1, 30, 50, 60, 88, 100])
+def test_enough_points_are_taken_for_the_promised_error(bits):
+    assert (127 - bits) * points_needed(2**bits - 1) >= 77

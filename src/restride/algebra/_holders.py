@@ -71,7 +71,7 @@ def holders(layout: Layout) -> tuple[Held, ...]:
     visits = sum(prod(axis.extent for axis in piece.rank_axes) for piece in layout.all_pieces)
     if visits > _MOST_VISITS:
         raise UnsupportedError(
-            f"pieces visit ranks {visits} times, holders are listed for {_MOST_VISITS} at most"
+            f"pieces visit ranks more than {_MOST_VISITS} times, and holders name every rank"
         )
     walks = (walk for piece in layout.all_pieces for walk in _held_by_rank(piece))
     by_ranks: dict[tuple[int, ...], list[Lattice]] = {}

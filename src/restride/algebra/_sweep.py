@@ -251,7 +251,7 @@ class _Sweeper:
                 _add(rests, (base, digits), tags)
             if segments and segments[-1][1] == first and segments[-1][2] == rests:
                 segments[-1] = (segments[-1][0], stop, rests)
-            elif rests:
+            else:
                 segments.append((first, stop, rests))
         return segments
 
