@@ -235,7 +235,7 @@ def _read_block(
         scratch = buffers.span[:span]
         reader.read_into(file, source_start, scratch.data)
         buffers.read_nbytes += span
-        _copy(scratch, target[target_start:], axes, run_nbytes)
+        _copy(scratch, target, target_start, axes, run_nbytes)
         return
     extent, source_stride, target_stride = axes[0]
     inner = axes[1:]
@@ -261,16 +261,20 @@ def _read_block(
 def _copy(
     source: NDArray[np.uint8],
     target: NDArray[np.uint8],
+    target_start: int,
     axes: tuple[tuple[int, int, int], ...],
     run_nbytes: int,
 ) -> None:
     """Copy a strided block in the widest words that all its addresses share."""
-    word = gcd(_LARGEST_WORD_NBYTES, run_nbytes, *(n for axis in axes for n in axis[1:]))
-    if target.ctypes.data % word:
-        word = gcd(word, target.ctypes.data % word)
-    kind = f"u{word}"
+    strides = (stride for axis in axes for stride in axis[1:])
+    word = gcd(_LARGEST_WORD_NBYTES, run_nbytes, target_start, *strides)
+    steps = [(extent - 1) * stride for extent, _, stride in axes]
+    low = target_start + sum(step for step in steps if step < 0)
+    high = target_start + sum(step for step in steps if step > 0) + run_nbytes
     shape = (*(axis[0] for axis in axes), run_nbytes // word)
-    needed = [run_nbytes + sum((axis[0] - 1) * axis[side] for axis in axes) for side in (1, 2)]
-    from_view = as_strided(source[: needed[0]].view(kind), shape, (*(a[1] for a in axes), word))
-    to_view = as_strided(target[: needed[1]].view(kind), shape, (*(a[2] for a in axes), word))
-    np.copyto(to_view, from_view)
+    into = target[low:high].view(f"u{word}")[(target_start - low) // word :]
+    out_of = source.view(f"u{word}")
+    np.copyto(
+        as_strided(into, shape, (*(axis[2] for axis in axes), word)),
+        as_strided(out_of, shape, (*(axis[1] for axis in axes), word)),
+    )

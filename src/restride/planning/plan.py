@@ -38,7 +38,8 @@ class Copy:
         file: Index of the source file.
         source_start_nbytes: First byte in the source file.
         target_start_nbytes: First byte in the buffer of the step.
-        axes: (extent, source stride, target stride), strides in bytes, falling source stride.
+        axes: (extent, source stride, target stride), strides in bytes, by falling source stride,
+            which is at least 0; the target stride may be negative.
         run_nbytes: Bytes that are contiguous on both sides at each step of the axes.
     """
 
@@ -184,15 +185,24 @@ class RegionPlan:
 
     def _copy(self, source: Source, walk: Walk, step_start: int) -> Copy:
         itemsize = self.source_dtype.itemsize_nbytes
-        digits = sorted(walk.digits, key=lambda digit: (-digit[2], -digit[1]))
+        target, source_index = walk.bases
         run = 1
-        if digits and digits[-1][1] == 1 and digits[-1][2] == 1:
-            run = digits.pop()[0]
+        axes: list[tuple[int, int, int]] = []
+        for extent, target_stride, source_stride in walk.digits:
+            if target_stride == source_stride == 1:
+                run = extent
+            elif source_stride < 0:
+                # Files are read forwards; the buffer is in memory and may be filled backwards.
+                target += (extent - 1) * target_stride
+                source_index += (extent - 1) * source_stride
+                axes.append((extent, -source_stride * itemsize, -target_stride * itemsize))
+            else:
+                axes.append((extent, source_stride * itemsize, target_stride * itemsize))
         return Copy(
             file=source.file,
-            source_start_nbytes=source.start_nbytes + walk.bases[1] * itemsize,
-            target_start_nbytes=(walk.bases[0] - step_start) * itemsize,
-            axes=tuple((n, s * itemsize, t * itemsize) for n, t, s in digits),
+            source_start_nbytes=source.start_nbytes + source_index * itemsize,
+            target_start_nbytes=(target - step_start) * itemsize,
+            axes=tuple(sorted(axes, key=lambda axis: (-axis[1], -abs(axis[2])))),
             run_nbytes=run * itemsize,
         )
 

@@ -8,7 +8,7 @@ every way to fill it. Blocks of one target rank are disjoint, whatever way the r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -77,7 +77,7 @@ def blocks_of_target(relation: Transfers, target_rank: int) -> tuple[Block, ...]
     """
     by_lattice: dict[_Lattice, list[Way]] = {}
     for transfer in relation.at_target(target_rank):
-        for way in _ways(transfer):
+        for way in chain.from_iterable(map(_apart, _ways(transfer))):
             by_lattice.setdefault(_target_lattice(way.walks[0]), []).append(way)
     numel = relation.target.shard_numel(target_rank)
     blocks = [Block(_numel(lattice), tuple(ways)) for lattice, ways in by_lattice.items()]
@@ -119,6 +119,31 @@ def _ways(transfer: Transfer) -> Iterator[Way]:
         yield Way(_choices(rank, choice), (Walk(bases, digits),), transfer.scale)
 
 
+def _apart(way: Way) -> Iterator[Way]:
+    """Take a way apart whose walk may stand at one target address twice.
+
+    The relation has two pairs for an element that a source shard holds twice, and nothing keeps
+    them from being written as one walk.
+    """
+    (walk,) = way.walks
+    digits = sorted(walk.digits, key=lambda digit: digit[1])
+    reach = 0
+    for place, (extent, stride, *_) in enumerate(digits):
+        if stride <= reach:
+            # The loop with the fewest steps of those that reach over each other.
+            least = min(digits[: place + 1])
+            if least[0] > _MOST_DUPLICATES:
+                break
+            others = tuple(digit for digit in walk.digits if digit is not least)
+            for step in range(least[0]):
+                moved = zip(walk.bases, least[1:], strict=True)
+                bases = tuple(base + step * stride for base, stride in moved)
+                yield from _apart(Way(way.ranks, (Walk(bases, others),), way.scale))
+            return
+        reach += (extent - 1) * stride
+    yield way
+
+
 def _choices(base: int, axes: list[TransferAxis]) -> Sequence[int]:
     if not axes:
         return (base,)
@@ -155,7 +180,9 @@ def _disjoint(by_lattice: dict[_Lattice, list[Way]], numel: int) -> Iterator[Blo
             continue
         if len(set(atom.tags)) != len(atom.tags):
             raise PlanError(
-                f"target shard index {atom.base} is written twice by one piece of the target layout"
+                f"a source shard holds the element of target shard index {atom.base} more than "
+                f"{_MOST_DUPLICATES} times",
+                remedy="write the layout with one piece for each copy"
             )
         lattice = Walk((atom.base,), tuple(atom.digits))
         ways = tuple(

@@ -1,0 +1,249 @@
+"""The contract of every executor: same bytes as walking every element, inside the budget."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from restride.algebra.mesh import as_mesh
+from restride.checkpoint.dtypes import DTYPES
+from restride.errors import BudgetError, ExecutionError, ReplicaError, UnsupportedError
+from restride.executors.drift import DriftTable
+from restride.executors.events import NullObserver
+from restride.executors.serial import SerialExecutor
+from restride.executors.streaming import StreamingExecutor
+from restride.layouts import permuted, replicated, split
+from restride.planning.conversion import plan_comparison, plan_conversion, whole_layout
+from restride.planning.plan import BUFFERS_PER_WORKER, Plan
+from restride.testing.moving import MemoryFiles, expected_shards, job_between, store
+from restride.testing.strategies import layout_pairs
+
+EXECUTORS = [SerialExecutor, StreamingExecutor]
+SMALLEST = BUFFERS_PER_WORKER * 4096
+BUDGET = 1 << 20
+
+
+def patterns(numel, dtype="uint32"):
+    """Bit patterns that differ from element to element."""
+    return (np.arange(numel, dtype=np.uint64) * 2654435761 + 1).astype(dtype)
+
+
+def convert(executor, source, target, dtype, *, budget=BUDGET, replicas="check", observer=None):
+    job, sizes = job_between(source, target, dtype)
+    plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=2, replicas=replicas)
+    out = MemoryFiles([b"\xff" * size for size in sizes])
+    executor().execute(plan, MemoryFiles(source.contents), out, observer or NullObserver())
+    return plan, out
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@given(pair=layout_pairs(with_scales=False), width=st.sampled_from(["uint8", "uint16", "uint32"]))
+def test_files_of_any_layout_become_files_of_any_other(executor, pair, width):
+    target, source = pair
+    full = patterns(source.full_numel, width)
+    dtype = DTYPES[width]
+
+    plan, out = convert(executor, store(source, dtype, full), target, dtype)
+
+    wanted = [shard.tobytes() for shard in expected_shards(target, full)]
+    assert [bytes(content) for content in out.contents] == wanted
+    assert plan.projected_nbytes <= BUDGET
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("source_axis", [0, 1])
+@pytest.mark.parametrize("target_axis", [0, 1])
+def test_tensors_larger_than_the_budget_are_cut_into_steps(executor, source_axis, target_axis):
+    shape = (96, 512)
+    source = split(shape, mesh={"tp": 4}, dim=source_axis)
+    target = split(shape, mesh={"tp": 3 if target_axis == 0 else 2}, dim=target_axis)
+    full = patterns(96 * 512)
+    budget = SMALLEST + 64 * 2048
+
+    plan, out = convert(
+        executor, store(source, DTYPES["int32"], full), target, DTYPES["int32"], budget=budget
+    )
+
+    assert [bytes(c) for c in out.contents] == [s.tobytes() for s in expected_shards(target, full)]
+    assert plan.step_count >= 24
+    assert plan.projected_nbytes <= budget < full.nbytes
+    spans = sorted(out.writes)
+    assert all(a[0] != b[0] or a[2] == b[1] for a, b in pairwise(spans))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_transpose_is_read_in_bounded_parts(executor):
+    stored = permuted(split((256, 192), mesh={"tp": 2}, dim=0), (1, 0))
+    full = patterns(256 * 192)
+
+    plan, out = convert(
+        executor,
+        store(stored, DTYPES["float32"], full),
+        whole_layout((192, 256)),
+        DTYPES["float32"],
+        budget=SMALLEST + 8 * 2048,
+    )
+
+    assert bytes(out.contents[0]) == full.tobytes()
+    assert plan.buffer_nbytes == 4096
+
+
+def test_the_smallest_budget_that_works_is_named_before_the_first_byte_moves():
+    source = store(split((64,), mesh={"tp": 2}), DTYPES["int8"], patterns(64, "uint8"))
+    job, _ = job_between(source, whole_layout((64,)), DTYPES["int8"])
+
+    with pytest.raises(BudgetError) as error:
+        plan_conversion(source.files, [job], budget_nbytes=10_000, workers=4)
+
+    needed = error.value.needed_nbytes
+    plan = plan_conversion(source.files, [job], budget_nbytes=needed, workers=4)
+    assert plan.projected_nbytes == needed
+    assert plan.workers == 1
+    with pytest.raises(BudgetError, match=f"at least {needed}"):
+        plan_conversion(source.files, [job], budget_nbytes=needed - 1, workers=4)
+
+
+def drifted(dtype="float32"):
+    """Two whole copies, the second with three other elements."""
+    values = np.array([1.0, np.nan, -0.0, 4.0, 5.0, 6.0], np.float32)
+    other = values.copy()
+    other[[0, 3, 5]] = [1.5, 4.25, 6.0625]
+    layout = replicated((6,), mesh=as_mesh("tp=2"))
+    state = store(layout, DTYPES[dtype], values.view(np.uint32))
+    front = state.contents[1][:24]
+    contents = (state.contents[0], front + other.tobytes())
+    return type(state)(state.entry, state.files, contents), values, other
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_replicas_that_drifted_are_refused_with_the_place_and_the_size(executor):
+    source, _, _ = drifted()
+
+    with pytest.raises(
+        ReplicaError, match=r"'wte', state 'weight': ranks 0 and 1 .*element 0 \(1 and 1.5\)"
+    ) as error:
+        convert(executor, source, whole_layout((6,)), DTYPES["float32"])
+
+    assert error.value.different_numel == 3
+    assert error.value.largest == 0.5
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_first_takes_the_lowest_rank_and_tells_of_the_drift(executor):
+    source, values, _ = drifted()
+    table = DriftTable(NullObserver(), {})
+
+    _, out = convert(
+        executor, source, whole_layout((6,)), DTYPES["float32"], replicas="first", observer=table
+    )
+
+    assert bytes(out.contents[0]) == values.tobytes()
+    (row,) = table.rows.values()
+    assert (row.ranks, row.numel, row.different_numel, row.largest) == ((0, 1), 6, 3, 0.5)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_mean_changes_only_the_elements_that_differ(executor):
+    source, values, other = drifted()
+
+    _, out = convert(executor, source, whole_layout((6,)), DTYPES["float32"], replicas="mean")
+
+    written = np.frombuffer(bytes(out.contents[0]), np.float32)
+    changed = [0, 3, 5]
+    assert np.array_equal(written[changed], (values[changed] + other[changed]) / 2)
+    kept = [1, 2, 4]
+    assert written[kept].tobytes() == values[kept].tobytes()
+
+
+def test_a_mean_of_integers_is_refused():
+    source, _, _ = drifted("int32")
+
+    with pytest.raises(UnsupportedError, match="mean of int32"):
+        convert(SerialExecutor, source, whole_layout((6,)), DTYPES["int32"], replicas="mean")
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_comparison_reads_every_replica_and_writes_nothing(executor):
+    source, _, _ = drifted()
+    table = DriftTable(NullObserver(), {})
+    plan = plan_comparison(
+        source.files, [("wte", "weight", source.entry)], budget_nbytes=BUDGET, workers=2
+    )
+
+    read = executor().execute(plan, MemoryFiles(source.contents), None, table)
+
+    assert read == 2 * 6 * 4
+    assert [row.different_numel for row in table.rows.values()] == [3]
+
+
+def test_a_comparison_skips_what_only_one_rank_holds():
+    source = store(split((64,), mesh={"tp": 2}), DTYPES["int8"], patterns(64, "uint8"))
+
+    plan = plan_comparison(
+        source.files, [("wte", "weight", source.entry)], budget_nbytes=BUDGET, workers=2
+    )
+
+    assert plan.regions == ()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_cast_is_a_step_of_the_plan(executor):
+    values = np.linspace(-3, 3, 100, dtype=np.float32)
+    source = store(split((100,), mesh={"tp": 4}), DTYPES["float32"], values.view(np.uint32))
+
+    _, out = convert(executor, source, whole_layout((100,)), DTYPES["float16"])
+
+    assert bytes(out.contents[0]) == values.astype(np.float16).tobytes()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_an_error_of_a_read_stops_the_run_and_reaches_the_caller(executor):
+    source = store(split((4096,), mesh={"tp": 4}), DTYPES["int32"], patterns(4096))
+    job, sizes = job_between(source, whole_layout((4096,)), DTYPES["int32"])
+    plan = plan_conversion(source.files, [job], budget_nbytes=SMALLEST * 2 + 16384, workers=2)
+    out = MemoryFiles([bytes(size) for size in sizes])
+
+    class Failing(MemoryFiles):
+        def read_into(self, file, start_nbytes, buffer, /):
+            if file == 1:
+                raise ExecutionError("the disk is gone", where="rank1")
+            super().read_into(file, start_nbytes, buffer)
+
+    with pytest.raises(ExecutionError, match="rank1: the disk is gone"):
+        executor().execute(plan, Failing(source.contents), out, NullObserver())
+
+    assert len(out.writes) < plan.step_count
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_every_step_is_told_to_the_observer(executor):
+    source = store(split((4096,), mesh={"tp": 4}), DTYPES["int32"], patterns(4096))
+    events = []
+
+    class Recorder(NullObserver):
+        def on_step(self, event, /):
+            events.append(event)
+
+    plan, _ = convert(
+        executor,
+        source,
+        whole_layout((4096,)),
+        DTYPES["int32"],
+        budget=SMALLEST + 16384,
+        observer=Recorder(),
+    )
+
+    assert [event.done_steps for event in events] == list(range(1, plan.step_count + 1))
+    assert events[-1].done_nbytes == plan.total_nbytes == 4096 * 4
+    assert events[-1].read_nbytes == 4096 * 4
+
+
+def test_an_empty_plan_has_nothing_to_do():
+    plan = Plan((), (), 4096, 1)
+
+    assert StreamingExecutor().execute(plan, MemoryFiles([]), None, NullObserver()) == 0
+    assert (plan.step_count, plan.total_nbytes) == (0, 0)
