@@ -31,7 +31,7 @@ _LEAF_KEYS: Final = _PLAIN_KEYS | {int, complex, Storage, StoredTensor}
 # Larger integers, and whatever is made of integers, can be chosen so that their hashes collide.
 _PLAIN_INT: Final = 1 << 60
 _KEY_NODES: Final = 1024
-_COLLISIONS_PER_WORK: Final = 16
+_COLLISIONS_PER_WORK: Final = 4
 _CONTAINER_WORK: Final = 3
 _COPIED_NBYTES_PER_WORK: Final = 16
 _SHOWN_LEN: Final = 80

@@ -80,6 +80,8 @@ class RangeFile:
         """
         left = memoryview(buffer).cast("B")
         wanted, at = left.nbytes, start_nbytes
+        if at < 0:  # which the system would take for the current position
+            raise CorruptError(f"{wanted} bytes are expected at byte {at}", where=self.path)
         while left.nbytes:
             try:
                 count = os.preadv(self._descriptor, (left,), at)

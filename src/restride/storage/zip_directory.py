@@ -171,8 +171,8 @@ def _require_plain(raw_name: bytes, flags: int, method: int, disk: int) -> None:
         raise UnsupportedError(f"{raw_name.decode()!r} is encrypted")
     if method:
         raise UnsupportedError(
-            f"{raw_name.decode()!r} is compressed (method {method}), which torch never does",
-            remedy="load the file with torch and save it again",
+            f"{raw_name.decode()!r} is compressed (method {method}), which torch.save never does",
+            remedy="save the state dict with torch.save; a TorchScript archive is no checkpoint",
         )
     if disk or flags & ~(_HAS_DESCRIPTOR | _IS_UTF8):
         raise UnsupportedError(f"{raw_name.decode()!r} has flags 0x{flags:04x} on disk {disk}")

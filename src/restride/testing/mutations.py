@@ -24,6 +24,7 @@ __all__ = ["damaged", "damaged_pickles", "damaged_safetensors", "mutated"]
 # Numbers at the edges of what fields can hold.
 _EDGES: Final = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1)
 _MOST_CHANGES: Final = 4
+_KINDS: Final = ("flip", "set", "insert", "delete", "repeat", "u32", "u64", "cut")
 
 
 def mutated(content: bytes, kind: str, where: float, value: int, length: int) -> bytes:
@@ -31,30 +32,24 @@ def mutated(content: bytes, kind: str, where: float, value: int, length: int) ->
 
     Args:
         content: What is changed.
-        kind: ``flip``, ``set``, ``insert``, ``delete``, ``repeat``, ``cut``, ``u32`` or ``u64``.
+        kind: What happens: one of `_KINDS`.
         where: The place, from 0 to 1.
         value: The new byte or number.
         length: How many bytes.
     """
     at = int(where * len(content))
     before, after = content[:at], content[at:]
-    match kind:
-        case "flip":
-            return before + bytes(byte ^ (1 << value % 8) for byte in after[:1]) + after[1:]
-        case "set":
-            return before + bytes([value & 0xFF]) * min(length, len(after)) + after[length:]
-        case "insert":
-            return before + bytes([value & 0xFF]) * length + after
-        case "delete":
-            return before + after[length:]
-        case "repeat":
-            return before + after[:length] * 2 + after[length:]
-        case "u32":
-            return before + struct.pack("<I", value & 0xFFFFFFFF) + after[4:]
-        case "u64":
-            return before + struct.pack("<Q", value) + after[8:]
-        case _:
-            return before
+    byte = bytes([value & 0xFF])
+    return {
+        "flip": before + bytes(old ^ (1 << value % 8) for old in after[:1]) + after[1:],
+        "set": before + byte * min(length, len(after)) + after[length:],
+        "insert": before + byte * length + after,
+        "delete": before + after[length:],
+        "repeat": before + after[:length] + after,
+        "u32": before + struct.pack("<I", value & 0xFFFFFFFF) + after[4:],
+        "u64": before + struct.pack("<Q", value) + after[8:],
+        "cut": before,
+    }[kind]
 
 
 @st.composite

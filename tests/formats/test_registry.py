@@ -1,0 +1,87 @@
+"""The format of a path is told by the names in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from restride.errors import ExecutionError, FormatError
+from restride.formats._registry import detect_format, open_catalog
+from restride.testing.hostile_safetensors import valid_safetensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def touch(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("names", "opened", "expected"),
+    [
+        (["a.safetensors"], "a.safetensors", "safetensors"),
+        (["a.safetensors.index.json"], "a.safetensors.index.json", "safetensors"),
+        (["model.safetensors", "config.json"], "", "safetensors"),
+        (["a.safetensors.index.json"], "", "safetensors"),
+        (["latest", "step/mp_rank_00_model_states.pt", "x.safetensors"], "", "deepspeed"),
+        (["step/mp_rank_00_model_states.pt"], "step", "deepspeed"),
+        (["step/zero_pp_rank_0_mp_rank_00_model_states.pt"], "step", "deepspeed"),
+        (["step/mp_rank_00_model_states.pt"], "", "deepspeed"),
+        (["old/mp_rank_00_model_states.pt", "x.safetensors"], "", "safetensors"),
+    ],
+)
+def test_a_format_is_told_by_names(
+    tmp_path: Path, names: list[str], opened: str, expected: str
+) -> None:
+    for name in names:
+        touch(tmp_path / name)
+
+    assert detect_format(tmp_path / opened) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "opened", "says"),
+    [
+        ([], "", r"of no known format \(it holds nothing\); looked for: a DeepSpeed checkpoint"),
+        (["a.txt", "b.bin"], "", r"it holds a\.txt, b\.bin\); looked for"),
+        ([f"{i}.bin" for i in range(9)], "", r"4\.bin, \.\.\.\)"),
+        (["a.bin"], "a.bin", "is a file of no known format; looked for"),
+        (["step/a_model_states.pt"], "step/a_model_states.pt", "name the folder '.*step'"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(
+    tmp_path: Path, names: list[str], opened: str, says: str
+) -> None:
+    for name in names:
+        touch(tmp_path / name)
+
+    with pytest.raises(FormatError, match=says):
+        detect_format(tmp_path / opened)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ExecutionError, match="absent: no such file or folder"):
+        open_catalog(tmp_path / "absent")
+
+
+def test_only_the_reader_that_is_needed_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(valid_safetensors())
+    code = (
+        "import sys\n"
+        "from restride.formats._registry import open_catalog\n"
+        "assert len(open_catalog(sys.argv[1]).tensors) == 2\n"
+        "wrong = {'pickle', 'numpy', 'torch', 'safetensors', 'restride.formats.deepspeed'}\n"
+        "assert wrong.isdisjoint(sys.modules), wrong & set(sys.modules)\n"
+    )
+
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.safetensors")],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )

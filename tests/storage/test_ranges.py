@@ -1,0 +1,177 @@
+"""Positioned reads and writes say which file failed, and keep few files open."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from restride.errors import CorruptError, ExecutionError, FormatError
+from restride.storage.ranges import FilePool, RangeFile, read_exact
+
+
+@pytest.fixture
+def digits(tmp_path: Path) -> Path:
+    path = tmp_path / "digits"
+    path.write_bytes(b"0123456789")
+    return path
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_read_fills_the_buffer_from_its_place(digits: Path) -> None:
+    buffer = bytearray(4)
+
+    read_exact(digits, 3, buffer)
+
+    assert buffer == b"3456"
+
+
+def test_a_buffer_of_any_element_size_is_filled(digits: Path) -> None:
+    words = memoryview(bytearray(8)).cast("H")
+
+    read_exact(digits, 1, words)
+
+    assert words.tobytes() == b"12345678"
+
+
+def test_a_read_past_the_end_names_the_file_and_the_numbers(digits: Path) -> None:
+    with pytest.raises(CorruptError) as caught:
+        read_exact(digits, 8, bytearray(4))
+
+    assert str(caught.value) == (
+        f"{digits}: the file ends at byte 10, yet 4 bytes are expected at byte 8"
+    )
+
+
+def test_a_length_beyond_the_file_is_refused_before_it_is_allocated(digits: Path) -> None:
+    with RangeFile(digits) as file:
+        assert file.read(9, 1) == b"9"
+        assert file.read(10, 0) == b""
+        for start, nbytes in ((0, 1 << 62), (9, 2), (11, 0), (-1, 1), (0, -1)):
+            with pytest.raises(CorruptError, match="the file has 10 bytes"):
+                file.read(start, nbytes)
+
+
+@pytest.mark.parametrize("start", [1 << 63, 1 << 64])
+def test_a_place_that_no_file_has_is_an_error_that_names_it(digits: Path, start: int) -> None:
+    with pytest.raises(ExecutionError, match=f"digits: cannot read 1 bytes at byte {start}"):
+        read_exact(digits, start, bytearray(1))
+
+
+def test_a_negative_place_is_not_taken_for_the_current_one(digits: Path) -> None:
+    with pytest.raises(CorruptError, match="digits: 1 bytes are expected at byte -1"):
+        read_exact(digits, -1, bytearray(1))
+    with (
+        RangeFile(digits, writable=True) as file,
+        pytest.raises(ExecutionError, match="digits: cannot write 1 bytes at byte -1"),
+    ):
+        file.write_exact(-1, b"x")
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ExecutionError, match="absent: cannot be opened"):
+        RangeFile(tmp_path / "absent")
+
+
+def test_what_is_no_regular_file_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(FormatError, match="is not a regular file"):
+            RangeFile(path)
+
+
+def test_an_error_that_leaves_the_block_is_located_in_the_file(digits: Path) -> None:
+    with pytest.raises(FormatError) as caught, RangeFile(digits):
+        raise FormatError("is odd", where="record 'a'")
+
+    assert str(caught.value) == f"{digits}: record 'a': is odd"
+
+
+def test_writes_land_in_their_place(digits: Path) -> None:
+    with RangeFile(digits, writable=True) as file:
+        file.write_exact(2, b"ab")
+        file.write_exact(9, memoryview(b"xyz"))
+
+    assert digits.read_bytes() == b"01ab45678xyz"
+
+
+def test_a_write_to_a_file_that_is_only_read_is_an_error_that_names_it(digits: Path) -> None:
+    with (
+        RangeFile(digits) as file,
+        pytest.raises(ExecutionError, match="digits: cannot write 1 bytes at byte 5"),
+    ):
+        file.write_exact(5, b"x")
+
+
+def test_a_pool_holds_no_more_files_open_than_it_may(tmp_path: Path) -> None:
+    paths = [tmp_path / str(number) for number in range(20)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]) * 4)
+    before = open_descriptors()
+
+    with FilePool(max_open=3) as pool:
+        for number, path in enumerate(paths * 2):
+            buffer = bytearray(2)
+            pool.read_exact(path, 1, buffer)
+            assert buffer == bytes([number % 20]) * 2
+            assert open_descriptors() <= before + 3
+        assert pool.nbytes(paths[0]) == 4
+
+    assert open_descriptors() == before
+
+
+def test_a_pool_keeps_the_file_that_was_used_last(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.write_bytes(b"x")
+
+    with FilePool(max_open=2) as pool:
+        pool.nbytes(paths[0])
+        pool.nbytes(paths[1])
+        pool.nbytes(paths[0])
+        pool.nbytes(paths[2])
+        # The first one is still open, so replacing the file is not noticed; the second one is not.
+        for path in paths[:2]:
+            path.unlink()
+        assert pool.nbytes(paths[0]) == 1
+        with pytest.raises(ExecutionError, match="b: cannot be opened"):
+            pool.nbytes(paths[1])
+
+
+@pytest.mark.parametrize("max_open", [1, 2, 7])
+def test_threads_share_a_pool_that_is_smaller_than_they_are_many(
+    tmp_path: Path, max_open: int
+) -> None:
+    paths = [tmp_path / str(number) for number in range(5)]
+    for path in paths:
+        path.write_bytes(bytes(1000))
+    start = threading.Barrier(6)
+
+    def work(worker: int) -> None:
+        start.wait()
+        for round_ in range(40):
+            path = paths[(worker + round_) % 5]
+            pool.write_exact(path, worker * 100, bytes([worker]) * 100)
+            buffer = bytearray(100)
+            pool.read_exact(path, worker * 100, buffer)
+            assert buffer == bytes([worker]) * 100
+
+    with FilePool(max_open=max_open, writable=True) as pool, ThreadPoolExecutor(6) as threads:
+        for future in [threads.submit(work, worker) for worker in range(6)]:
+            future.result()
+
+    assert all(
+        path.read_bytes()[:600] == b"".join(bytes([w]) * 100 for w in range(6)) for path in paths
+    )
+
+
+def test_a_pool_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_open=0"):
+        FilePool(max_open=0)
