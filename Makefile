@@ -41,10 +41,16 @@ quick: $(VENV)/.tests
 bench: $(VENV)/.tests
 	@for script in $(BENCHMARKS); do echo "==> $$script"; $(BIN)/python $$script || exit 1; done
 
-# Laws and hostile files with many more examples; `make fuzz K=hostile` for a part of them.
+# Laws and hostile files with many more examples (`make fuzz K=hostile` for a part of them), then the
+# readers guided by coverage, each for FUZZ_SECONDS.
+FUZZ_SECONDS ?= 600
 fuzz: $(VENV)/.tests
 	@RESTRIDE_HYPOTHESIS=nightly $(TEST_ENV) $(BIN)/python -m pytest -q -m 'not interop and not slow' \
 	  $(if $(K),-k '$(K)')
+	@$(PIP) install atheris
+	@for reader in pickle torch safetensors; do \
+	  $(BIN)/python scripts/fuzz_readers.py $$reader -max_total_time=$(FUZZ_SECONDS) || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
