@@ -43,6 +43,7 @@ def test_a_command_writes_what_it_wrote(
 ) -> None:
     shutil.copytree(SAMPLE, tmp_path / "codegen-tp2-dp2")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")  # help is wrapped to the terminal
     recorded = GOLDEN / f"{name}.txt"
 
     ran = run(*COMMANDS[name])
