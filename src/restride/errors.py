@@ -132,6 +132,7 @@ class ReplicaError(RestrideError, ValueError):
         ranks: The ranks that were compared, sorted.
         different_numel: How many elements differ.
         largest: Largest absolute difference, or None where the dtype has none.
+        first_index: Lowest flat index in the full tensor that differs, where it is known.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class ReplicaError(RestrideError, ValueError):
         ranks: tuple[int, ...],
         different_numel: int,
         largest: float | None,
+        first_index: int | None = None,
         where: str = "",
         remedy: str = "",
     ) -> None:
@@ -148,6 +150,7 @@ class ReplicaError(RestrideError, ValueError):
         self.ranks = ranks
         self.different_numel = different_numel
         self.largest = largest
+        self.first_index = first_index
 
 
 class ExecutionError(RestrideError, OSError):

@@ -1,0 +1,138 @@
+"""Checks of what is handed in, and the padding of what is handed out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from restride.arrays._blocks import Block, Side, Views
+from restride.arrays._frameworks import framework_of
+from restride.errors import LayoutError, RestrideError, ShapeMismatchError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from fractions import Fraction
+
+    from restride.algebra.layout import Layout
+    from restride.algebra.piece import Piece
+    from restride.arrays._frameworks import Array, Framework
+
+__all__ = [
+    "admit_shards",
+    "admit_tensor",
+    "block_of",
+    "copy_scaled",
+    "fill_padding",
+    "require_unscaled_state",
+]
+
+STATE_POWERS: Final = {"weight": 1, "fp32": 1, "exp_avg": -1, "exp_avg_sq": -2}
+
+
+def admit_tensor(
+    array: Array, shape: tuple[int, ...], what: str, unit_bits: int | None
+) -> tuple[Framework, Array]:
+    """Return the framework of an array and a plain view of it.
+
+    Raises:
+        ShapeMismatchError: The array has another shape than the layout says.
+        UnsupportedError: The array is none that strides can reach.
+    """
+    try:
+        framework = framework_of(array)
+        admitted = framework.admit(array)
+    except RestrideError as error:
+        raise error.located(what) from None
+    if tuple(admitted.shape) != shape:
+        raise ShapeMismatchError(
+            f"the array has shape {tuple(admitted.shape)}, the layout says {shape}", where=what
+        )
+    if unit_bits is not None and admitted.itemsize * 8 < unit_bits:
+        raise UnsupportedError(
+            f"elements of {admitted.itemsize * 8} bits are too narrow for units of {unit_bits}",
+            where=what,
+            remedy="hand in one element for each unit of the layout",
+        )
+    return framework, admitted
+
+
+def admit_shards(
+    layout: Layout, shards: Mapping[int, Array], what: str
+) -> tuple[Framework, dict[int, Array]]:
+    """Check the shards of some ranks against the layout and each other.
+
+    Raises:
+        LayoutError: No shard is given, or one for a rank that does not exist.
+        ShapeMismatchError: A shard has another shape than the layout says.
+        UnsupportedError: Shards differ in type, framework or device.
+    """
+    if not shards:
+        raise LayoutError("none are given", where=f"{what}s")
+    checked: dict[int, tuple[Framework, Array]] = {}
+    for rank in sorted(shards):
+        try:
+            shape = layout.shard_shape(rank)
+        except LayoutError as error:
+            raise error.located(f"{what}s") from None
+        where = f"{what} of rank {rank}"
+        checked[rank] = admit_tensor(shards[rank], shape, where, layout.unit_bits)
+    first = min(checked)
+    for rank, (framework, array) in checked.items():
+        kind, expected = _kind(framework, array), _kind(*checked[first])
+        if kind != expected:
+            raise UnsupportedError(
+                f"the shard is {kind}, that of rank {first} is {expected}",
+                where=f"{what} of rank {rank}",
+                remedy="bring all shards to one dtype and device first",
+            )
+    return checked[first][0], {rank: array for rank, (_, array) in checked.items()}
+
+
+def _kind(framework: Framework, array: Array) -> str:
+    return f"{framework.name} {framework.dtype_name(array)} {framework.place(array)}"
+
+
+def require_unscaled_state(scales: Iterable[Fraction], state: str) -> None:
+    """Refuse to scale what is not the weight itself.
+
+    Raises:
+        UnsupportedError: One of the scales is not 1, and `state` is an optimizer state.
+    """
+    power = STATE_POWERS.get(state)
+    scale = next((scale for scale in scales if scale != 1), None)
+    if scale is None or power == 1:
+        return
+    if power is None:
+        raise UnsupportedError(
+            f"shards are scaled by {scale}, and how the state {state!r} scales is not known",
+            remedy=f"known states are {', '.join(STATE_POWERS)}",
+        )
+    raise UnsupportedError(
+        f"shards are scaled by {scale}, so the state {state!r} is scaled by {scale**power}, "
+        f"but the optimizer would also need lr / ({scale}) and eps * ({scale}), or a resumed run "
+        "diverges",
+        remedy="take the state from a layout without scale, or start the optimizer afresh",
+    )
+
+
+def block_of(piece: Piece) -> Block:
+    """The concrete piece as a block from the full tensor into the shard."""
+    axes = piece.axes
+    return Block(
+        tuple(axis.extent for axis in axes),
+        Side(piece.full_base, tuple(axis.full_stride for axis in axes)),
+        Side(piece.shard_base, tuple(axis.shard_stride for axis in axes)),
+    )
+
+
+def copy_scaled(framework: Framework, pair: Views, scale: Fraction) -> None:
+    """Copy the source of a pair to its target, scaled where the scale is not 1."""
+    source = pair.source if scale == 1 else framework.scaled(pair.source, scale)
+    framework.copy(pair.target, source)
+
+
+def fill_padding(framework: Framework, layout: Layout, rank: int, shard: Any) -> None:
+    """Write zeros wherever the layout declares padding; nobody may rely on what is undefined."""
+    for padding in layout.paddings(rank):
+        extents = [axis.extent for axis in padding.axes]
+        strides = [axis.shard_stride for axis in padding.axes]
+        framework.fill_zero(framework.view(shard, padding.shard_base, extents, strides))

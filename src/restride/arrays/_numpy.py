@@ -1,0 +1,195 @@
+"""Operations on NumPy arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from restride.arrays.casts import NamedDType, to_comparable
+from restride.errors import LayoutError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from fractions import Fraction
+
+    from numpy.typing import NDArray
+
+__all__ = ["NUMPY", "NumpyFramework", "require_inside"]
+
+# Type in which PyTorch computes, and so do we: halves are widened, and rounded once at the end.
+_COMPUTED_IN: Final = {
+    "float16": "float32",
+    "bfloat16": "float32",
+    "float32": "float32",
+    "float64": "float64",
+    "complex64": "complex64",
+    "complex128": "complex128",
+}
+_WIDEST_WORD_NBYTES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    name: str
+
+
+class NumpyFramework:
+    """See `restride.arrays._frameworks.Framework`."""
+
+    name = "numpy"
+    has_negative_strides = True
+
+    def admit(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Refuse what strides cannot reach, and views with half an element between elements."""
+        if isinstance(array, np.ma.MaskedArray):
+            raise UnsupportedError(
+                "a masked array would lose its mask", remedy="fill it with .filled(value) first"
+            )
+        if array.dtype.hasobject:
+            raise UnsupportedError(f"an array of dtype {array.dtype} holds references, not values")
+        plain = np.asarray(array)
+        if any(stride % plain.itemsize for stride in plain.strides):
+            return np.ascontiguousarray(plain)
+        return plain
+
+    def dtype_name(self, array: NDArray[Any]) -> str:
+        """Name of the element type."""
+        return array.dtype.name
+
+    def place(self, array: NDArray[Any]) -> str:  # noqa: ARG002 - the other framework asks it
+        """NumPy has one memory."""
+        return "cpu"
+
+    def strides(self, array: NDArray[Any]) -> tuple[int, ...]:
+        """Strides in elements."""
+        return tuple(stride // array.itemsize for stride in array.strides)
+
+    def view(
+        self, array: NDArray[Any], base: int, extents: Sequence[int], strides: Sequence[int]
+    ) -> NDArray[Any]:
+        """View through `as_strided`, inside the memory of `array`."""
+        if 0 in extents:
+            return np.empty(tuple(extents), array.dtype)
+        start = [int(at) for at in np.unravel_index(base, array.shape)] if array.ndim else []
+        require_inside(array.shape, self.strides(array), start, extents, strides)
+        # With an ellipsis the index of an array of no dimension is a view of it too.
+        index: tuple[Any, ...] = (*(slice(at, at + 1) for at in start), ...)
+        corner = array[index]
+        return as_strided(corner, extents, [stride * array.itemsize for stride in strides])
+
+    def empty(self, like: NDArray[Any], shape: Sequence[int]) -> NDArray[Any]:
+        """Uninitialised memory."""
+        return np.empty(tuple(shape), like.dtype)
+
+    def contiguous(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Copy, whatever the order was."""
+        return np.array(array, order="C")
+
+    def fill_zero(self, view: NDArray[Any]) -> None:
+        """Write zeros."""
+        view[...] = np.zeros((), view.dtype)
+
+    def copy(self, target: NDArray[Any], source: NDArray[Any]) -> None:
+        """Copy in words as wide as both sides allow: NumPy is slow on very short runs."""
+        width = _shared_word_nbytes(target, source)
+        if width > target.itemsize:
+            target, source = target.view(f"u{width}"), source.view(f"u{width}")
+        np.copyto(target, source, casting="no")
+
+    def scaled(self, view: NDArray[Any], scale: Fraction) -> NDArray[Any]:
+        """Compute as PyTorch does."""
+        computed_in = _COMPUTED_IN.get(view.dtype.name)
+        if computed_in is None:
+            raise UnsupportedError(f"elements of dtype {view.dtype} cannot be scaled by {scale}")
+        compute = np.dtype(computed_in)
+        factors = [np.array(part, compute) for part in (scale.numerator, scale.denominator)]
+        if [int(factor.real) for factor in factors] != [scale.numerator, scale.denominator]:
+            raise UnsupportedError(f"the scale {scale} is not exact in {compute}")
+        with np.errstate(all="ignore"):
+            result = view.astype(compute)
+            if scale.numerator != 1:
+                result *= factors[0]
+            if scale.denominator != 1:
+                result /= factors[1]
+            return result.astype(view.dtype, copy=False)
+
+    def differing(self, a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_] | None:
+        """Compare bit patterns."""
+        where: NDArray[np.bool_] = _bits(a) != _bits(b)
+        return where if where.any() else None
+
+    def values(self, view: NDArray[Any]) -> NDArray[np.float64] | None:
+        """Values as float64, in the shape of the view."""
+        if view.dtype.kind == "c":
+            return None
+        dtype: NamedDType = _Named(view.dtype.name)
+        return to_comparable(view, dtype).reshape(view.shape)
+
+    def put(self, full: NDArray[Any], indices: NDArray[np.intp], words: NDArray[np.uint8]) -> None:
+        """Write elements given as native bytes."""
+        full.reshape(-1)[indices] = words.view(full.dtype.newbyteorder("="))
+
+
+NUMPY: Final = NumpyFramework()
+
+
+def require_inside(
+    shape: Sequence[int],
+    memory_strides: Sequence[int],
+    start: Sequence[int],
+    extents: Sequence[int],
+    strides: Sequence[int],
+) -> None:
+    """Refuse a view that leaves the memory of the array it is made from.
+
+    This is the only guard between a layout and foreign memory, so it does not trust the checks of
+    the layout.
+
+    Raises:
+        LayoutError: It does.
+    """
+    before, after = _reach(shape, memory_strides)
+    at = sum(step * stride for step, stride in zip(start, memory_strides, strict=True))
+    below, above = _reach(extents, strides)
+    if at + below < before or at + above > after:
+        raise LayoutError(
+            f"a view of {tuple(extents)} elements with strides {tuple(strides)} from element {at} "
+            f"leaves the memory of an array of shape {tuple(shape)}"
+        )
+
+
+def _reach(extents: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
+    steps = [(extent - 1) * stride for extent, stride in zip(extents, strides, strict=True)]
+    return sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
+
+
+def _bits(view: NDArray[Any]) -> NDArray[Any]:
+    width = view.itemsize
+    return view.view(f"u{width}" if width in {1, 2, 4, 8} else f"V{width}")
+
+
+def _shared_word_nbytes(target: NDArray[Any], source: NDArray[Any]) -> int:
+    """Widest unsigned integer in which the innermost runs of both views can be copied."""
+    itemsize = target.itemsize
+    if (
+        not target.ndim
+        or itemsize not in {1, 2, 4}
+        or target.strides[-1] != itemsize
+        or source.strides[-1] != itemsize
+    ):
+        return itemsize
+    # Enough on its own where the runs are long: then it is a memcpy, whatever the words.
+    if target.shape[-1] * itemsize > 16 * _WIDEST_WORD_NBYTES or prod(target.shape) == 0:
+        return itemsize
+    return gcd(
+        _WIDEST_WORD_NBYTES,
+        target.shape[-1] * itemsize,
+        target.ctypes.data,
+        source.ctypes.data,
+        *target.strides[:-1],
+        *source.strides[:-1],
+    )

@@ -1,0 +1,142 @@
+"""Operations on PyTorch tensors. The module is handed in by whoever found it loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from restride.arrays._numpy import require_inside
+from restride.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from fractions import Fraction
+
+    from numpy.typing import NDArray
+
+__all__ = ["TorchFramework"]
+
+_COMPUTED_IN = {
+    "float16": "float32",
+    "bfloat16": "float32",
+    "float32": "float32",
+    "float64": "float64",
+    "complex64": "complex64",
+    "complex128": "complex128",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFramework:
+    """See `restride.arrays._frameworks.Framework`."""
+
+    torch: Any
+    name: str = "torch"
+    has_negative_strides: bool = False
+
+    def admit(self, tensor: Any) -> Any:
+        """Strip gradients and lazy conjugation; refuse what has no strided memory."""
+        if hasattr(tensor, "to_local"):
+            raise UnsupportedError(
+                "a distributed tensor is no shard", remedy="hand in the result of .to_local()"
+            )
+        if tensor.layout is not self.torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise UnsupportedError(
+                f"a tensor of layout {tensor.layout} on device {tensor.device} and of dtype "
+                f"{tensor.dtype} has no plain elements in memory"
+            )
+        return tensor.detach().resolve_conj().resolve_neg()
+
+    def dtype_name(self, tensor: Any) -> str:
+        """Name of the element type."""
+        return str(tensor.dtype).removeprefix("torch.")
+
+    def place(self, tensor: Any) -> str:
+        """The device."""
+        return str(tensor.device)
+
+    def strides(self, tensor: Any) -> tuple[int, ...]:
+        """Strides in elements."""
+        return tuple(tensor.stride())
+
+    def view(self, tensor: Any, base: int, extents: Sequence[int], strides: Sequence[int]) -> Any:
+        """View through `as_strided`, inside the memory of `tensor`."""
+        if 0 in extents:
+            return tensor.new_empty(tuple(extents))
+        memory_strides = self.strides(tensor)
+        shape = tuple(tensor.shape)
+        start = [int(at) for at in np.unravel_index(base, shape)] if shape else []
+        require_inside(shape, memory_strides, start, extents, strides)
+        at = sum(step * stride for step, stride in zip(start, memory_strides, strict=True))
+        return tensor.as_strided(tuple(extents), tuple(strides), tensor.storage_offset() + at)
+
+    def empty(self, like: Any, shape: Sequence[int]) -> Any:
+        """Uninitialised memory on the same device."""
+        return like.new_empty(tuple(shape))
+
+    def contiguous(self, tensor: Any) -> Any:
+        """Copy, whatever the order was."""
+        return tensor.clone(memory_format=self.torch.contiguous_format)
+
+    def fill_zero(self, view: Any) -> None:
+        """Write zeros."""
+        view.zero_()
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Copy elements."""
+        target.copy_(source)
+
+    def scaled(self, view: Any, scale: Fraction) -> Any:
+        """Divide by a tensor on the same device.
+
+        A plain number would do on the CPU. On other devices PyTorch multiplies by its rounded
+        reciprocal instead, and the same layout would mean other bits there.
+        """
+        computed_in = _COMPUTED_IN.get(self.dtype_name(view))
+        if computed_in is None:
+            raise UnsupportedError(f"elements of {view.dtype} cannot be scaled by {scale}")
+        compute = getattr(self.torch, computed_in)
+        factors = [
+            self.torch.full((), part, dtype=self.torch.float64).to(compute)
+            for part in (scale.numerator, scale.denominator)
+        ]
+        if [int(factor.real) for factor in factors] != [scale.numerator, scale.denominator]:
+            raise UnsupportedError(f"the scale {scale} is not exact in {compute}")
+        result = view.to(compute, copy=True)
+        if scale.numerator != 1:
+            result *= factors[0].to(view.device)
+        if scale.denominator != 1:
+            result /= factors[1].to(view.device)
+        return result.to(view.dtype)
+
+    def differing(self, a: Any, b: Any) -> NDArray[np.bool_] | None:
+        """Compare bit patterns."""
+        where = self._bits(a) != self._bits(b)
+        if a.dtype is self.torch.complex128:
+            where = where.any(-1)
+        if not bool(where.any()):
+            return None
+        found: NDArray[np.bool_] = where.cpu().numpy()
+        return found
+
+    def values(self, view: Any) -> NDArray[np.float64] | None:
+        """Values as float64, in the shape of the view."""
+        if view.dtype.is_complex:
+            return None
+        found: NDArray[np.float64] = view.to(self.torch.float64).cpu().numpy()
+        return found
+
+    def put(self, full: Any, indices: NDArray[np.intp], words: NDArray[np.uint8]) -> None:
+        """Write elements given as bytes."""
+        elements = self.torch.from_numpy(words).view(full.dtype)
+        full.view(-1)[self.torch.from_numpy(indices).to(full.device)] = elements.to(full.device)
+
+    def _bits(self, view: Any) -> Any:
+        torch = self.torch
+        if view.dtype is torch.complex128:
+            return torch.view_as_real(view).view(torch.int64)
+        return view.view(
+            {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[view.itemsize]
+        )

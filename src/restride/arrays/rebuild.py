@@ -1,0 +1,119 @@
+"""Put a full tensor together from the shards of its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from restride.algebra.coverage import Covered, explain, prove, replication, require_covered
+from restride.arrays._blocks import injective_parts, views
+from restride.arrays._checks import admit_shards, block_of, copy_scaled, require_unscaled_state
+from restride.arrays._replicas import Holding, average, find_drift
+from restride.errors import CoverageError, LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from restride.algebra.layout import Layout
+    from restride.arrays._frameworks import Array
+
+__all__ = ["Replicas", "rebuild"]
+
+Replicas: TypeAlias = Literal["check", "first", "mean"]
+
+
+def rebuild(
+    layout: Layout,
+    shards: Mapping[int, Array],
+    *,
+    replicas: Replicas = "check",
+    state: str = "weight",
+) -> Array:
+    """Put a full tensor together from the shards of its ranks.
+
+    Args:
+        layout: How the tensor is cut.
+        shards: Shard of each rank, all NumPy arrays or all PyTorch tensors. A rank may be missing
+            where the others hold all it has.
+        replicas: What to do where several shards hold an element: ``"check"`` compares all copies
+            bit for bit, so that equal NaNs are equal and +0.0 and -0.0 are not; ``"first"`` takes
+            the one of the lowest rank; ``"mean"`` averages copies that differ, in float64, rounded
+            once. An exact copy is preferred to a scaled one.
+        state: What the tensor holds of its parameter. Only a layout with scales asks.
+
+    Returns:
+        A new contiguous array of the shards' kind, dtype and device, without gradient. A scaled
+        copy is scaled back, which is exact only for powers of two.
+
+    Raises:
+        LayoutError: No shards are given, or one for a rank that is not on the mesh.
+        ShapeMismatchError: A shard has another shape than the layout says.
+        UnsupportedError: Shards differ in dtype or device, or their dtype cannot be scaled back or
+            averaged as asked.
+        CoverageError: The shards that are given leave a hole, or the layout writes a shard address
+            twice or not at all.
+        ReplicaError: Copies differ and the policy is ``"check"``.
+
+    Cost:
+        One pass over the shards, a second one where elements are replicated and compared. Memory
+        for the result alone, unless copies differ.
+
+    Examples:
+        >>> import numpy as np
+        >>> from restride import Axis, Layout, Piece
+        >>> everywhere = Layout.of({"tp": 2}, (3,), [(3,)] * 2,
+        ...                        [Piece((Axis(2, 0, 1, 0), Axis(3, 1, 0, 1)))])
+        >>> shards = {0: np.array([1.0, 2.0, 3.0]), 1: np.array([1.0, 2.5, 3.0])}
+        >>> rebuild(everywhere, shards, replicas="mean")
+        array([1.  , 2.25, 3.  ])
+        >>> rebuild(everywhere, shards)
+        Traceback (most recent call last):
+        ...
+        restride.errors.ReplicaError: ranks 0, 1 hold different copies of 1 of 3 elements, the \
+first at (1,): 2.0 on rank 0 and 2.5 on rank 1, the largest difference is 0.5; decide with \
+replicas='first' or replicas='mean'
+    """
+    if replicas not in {"check", "first", "mean"}:
+        raise LayoutError(f"replicas are 'check', 'first' or 'mean', got {replicas!r}")
+    framework, admitted = admit_shards(layout, shards, "shard")
+    require_unscaled_state((piece.scale for piece in layout.all_pieces), state)
+    supplied = _supplied(layout, admitted)
+    full = framework.empty(next(iter(admitted.values())), layout.full_shape)
+    holdings = [
+        Holding(rank, admitted[rank], block_of(piece).turned(), piece.scale)
+        for rank in admitted
+        for piece in layout.pieces(rank)
+    ]
+    # Copies that are preferred are written last. Sorting is stable: lower ranks come first.
+    holdings.sort(key=lambda holding: holding.scale != 1)
+    for holding in reversed(holdings):
+        for part in reversed(tuple(injective_parts(holding.block))):
+            for pair in views(framework, holding.shard, full, part):
+                copy_scaled(framework, pair, 1 / holding.scale)
+    if replicas != "first" and replication(supplied):
+        drift = find_drift(framework, holdings, full, is_checked=replicas == "check")
+        if drift is not None:
+            if replicas == "check":
+                raise drift.as_error(layout.full_shape)
+            average(framework, holdings, full, drift)
+    return full
+
+
+def _supplied(layout: Layout, ranks: Iterable[int]) -> Layout:
+    """The layout as far as the given ranks hold it, proved to cover the tensor."""
+    require_covered(layout, side="shard")
+    given = set(ranks)
+    missing = [rank for rank in range(layout.rank_count) if rank not in given]
+    supplied = layout
+    if missing:
+        held = (piece for rank in sorted(given) for piece in layout.pieces(rank))
+        supplied = replace(layout, all_pieces=tuple(held))
+    verdict = prove(supplied, side="full")
+    if not isinstance(verdict, Covered):
+        named = ", ".join(map(str, missing[:8])) + (", ..." if missing[8:] else "")
+        raise CoverageError(
+            explain(verdict, supplied),
+            verdict=verdict,
+            remedy=f"supply the shards of ranks {named} too" if missing else "",
+        )
+    return supplied
