@@ -27,11 +27,12 @@ test: check
 	@$(TEST_ENV) $(BIN)/python -m pytest
 
 check: $(VENV)/.tests
-	@echo '==> ruff format, ruff check, mypy, import contracts'
+	@echo '==> format, lint, types, import contracts, public names'
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/lint-imports --no-logo --no-cache | tail -n 1
+	@$(BIN)/lint-imports --no-cache >$(VENV)/contracts.txt || { cat $(VENV)/contracts.txt; exit 1; }
+	@$(BIN)/python tests/architecture/test_public_api.py | diff tests/architecture/public_api.txt -
 
 # The inner loop: `make quick`, `make quick K=fold`.
 quick: $(VENV)/.tests
