@@ -246,3 +246,125 @@ def test_an_interrupt_from_the_keyboard_leaves_nothing(tmp_path: Path) -> None:
     assert child.returncode != 0
     assert time.monotonic() - started < 30
     assert list(tmp_path.iterdir()) == []
+
+
+def failing_rename(
+    monkeypatch: pytest.MonkeyPatch, failures: dict[int, BaseException]
+) -> list[Path]:
+    """Let some calls of `Path.rename` fail, by their number; return the sources of all calls."""
+    calls: list[Path] = []
+    original = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        calls.append(self)
+        if len(calls) in failures:
+            raise failures[len(calls)]
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    return calls
+
+
+@pytest.mark.parametrize("error", [OSError(16, "busy"), KeyboardInterrupt()])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_replacement_that_fails_half_way_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, call: int
+) -> None:
+    write(tmp_path / "out", b"old")
+    failing_rename(monkeypatch, {call: error})
+    expected = ExecutionError if isinstance(error, OSError) else KeyboardInterrupt
+
+    with pytest.raises(expected) as caught:
+        write(tmp_path / "out", b"new", force=True)
+
+    assert tree(tmp_path) == {"out/a/b.bin": b"old"}
+    assert expected is KeyboardInterrupt or str(caught.value) == (
+        f"{tmp_path / 'out'}: the finished output cannot be put in place (busy); "
+        "name a new directory below it as the output"
+    )
+
+
+def test_what_cannot_be_taken_back_is_kept_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out", b"old")
+    failing_rename(monkeypatch, {2: OSError(5, "broken"), 3: OSError(5, "broken")})
+
+    with pytest.raises(
+        ExecutionError, match=r"cannot get back what was here, which is now (.*)"
+    ) as c:
+        write(tmp_path / "out", b"new", force=True)
+
+    (kept,) = tmp_path.iterdir()
+    assert str(kept) in str(c.value)
+    assert tree(kept) == {"a/b.bin": b"old"}
+
+
+def test_an_output_that_cannot_be_put_in_place_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_rename(monkeypatch, {1: OSError(18, "another device")})
+
+    with pytest.raises(ExecutionError, match=r"put in place \(another device\)"):
+        write(tmp_path / "out", b"new")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [38, 95, 22])
+def test_a_file_system_that_cannot_reserve_space_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(number, "not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+    write(tmp_path / "out", b"new")
+
+    assert tree(tmp_path) == {"out/a/b.bin": b"new"}
+
+
+def test_a_lost_write_is_an_error_before_anything_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out", b"old")
+
+    def lose(_: int) -> None:
+        raise OSError(5, "input/output error")
+
+    monkeypatch.setattr(os, "fsync", lose)
+
+    with pytest.raises(ExecutionError, match=r"cannot be made durable \(input/output error\)"):
+        write(tmp_path / "out", b"new", force=True)
+
+    assert tree(tmp_path) == {"out/a/b.bin": b"old"}
+
+
+def test_every_file_and_folder_is_synced_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    original = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    renamed = failing_rename(monkeypatch, {})
+
+    write(tmp_path / "out", b"new")
+
+    (path,) = map(str, renamed)
+    assert sorted(synced[:-1]) == [path, f"{path}/a", f"{path}/a/b.bin"]
+    assert synced[-1] == str(tmp_path)
+
+
+def test_a_folder_in_the_place_of_a_file_is_an_error(tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "out") as directory:
+        directory.preallocate("a", 1)
+        with pytest.raises(ExistsError):
+            directory.preallocate("a/b", 1)
+        with pytest.raises(ExecutionError, match="cannot be created"):
+            directory.preallocate("n" * 300, 1)

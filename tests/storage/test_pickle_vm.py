@@ -23,7 +23,16 @@ from restride.storage.pickle_ops import OPCODES, STOP
 from restride.storage.pickle_vm import Limits, read_pickle
 from restride.testing.hostile import Hostile, callers, hostile_pickles
 from restride.testing.mutations import damaged
-from restride.testing.opcodes import call, dictionary, integer, listed, name, stream, text
+from restride.testing.opcodes import (
+    call,
+    dictionary,
+    integer,
+    listed,
+    name,
+    stream,
+    text,
+    tuple_of,
+)
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -239,6 +248,41 @@ def test_classes_and_functions_are_names(protocol: int) -> None:
 
     assert isinstance(result, list)
     assert result[0] == named(Address)
+
+
+def test_the_ways_to_spell_bytes_are_all_read() -> None:
+    latin = text("é"), text("latin1")
+    for body, expected in (
+        (call("_codecs.encode", *latin), b"\xe9"),
+        (call("_codecs.encode", text("é"), text("latin-1")), b"\xe9"),
+        (call("__builtin__.bytes"), b""),
+        (call("builtins.bytearray"), bytearray()),
+        (call("__builtin__.bytearray", *latin), bytearray(b"\xe9")),
+        (call("builtins.bytearray", b"C\x01\xe9"), bytearray(b"\xe9")),
+    ):
+        result = read_pickle(stream(body, protocol=4))
+
+        assert result == expected
+        assert type(result) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        call("_codecs.encode", text("a"), text("utf-8")),
+        call("_codecs.encode", text("a")),
+        call("builtins.bytes", integer(1 << 40)),
+        call("builtins.bytearray", integer(1 << 40)),
+        call("builtins.complex", text("1j")),
+        call("builtins.set", tuple_of(integer(1))),
+        call("builtins.frozenset"),
+        call("collections.OrderedDict", listed(tuple_of(integer(1), integer(2)))),
+        call("copyreg._reconstructor", name("a.b"), name("builtins.list"), listed()),
+        call("copyreg._reconstructor", integer(1), name("builtins.object"), b"N"),
+    ],
+)
+def test_calls_with_other_arguments_stay_calls(body: bytes) -> None:
+    assert isinstance(read_pickle(stream(body)), Constructed)
 
 
 def test_attributes_of_an_ordered_dict_stay_with_it() -> None:
