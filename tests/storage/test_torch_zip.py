@@ -124,6 +124,35 @@ def test_tensors_of_classes_of_their_own_stay_calls(tmp_path: Path) -> None:
     assert isinstance(values[3].args[0], Storage)
 
 
+def test_older_and_longer_spellings_of_a_tensor_are_read(tmp_path: Path) -> None:
+    old_id = tuple_of(
+        *(text("storage"), name("torch.FloatStorage"), text("0"), text("cpu"), integer(6), b"N")
+    )
+    plain = dictionary((text("conj"), b"\x89"))
+    no_hooks = call("collections.OrderedDict")
+    view = (integer(0), tuple_of(integer(6)), tuple_of(integer(1)))
+    rebuild = "torch._utils._rebuild_tensor"
+    rows = [
+        call(rebuild, PLACE, *view),
+        call(rebuild, old_id + b"Q", *view),
+        call(f"{rebuild}_v2", PLACE, *view, b"\x89", no_hooks, b"N"),
+        call(f"{rebuild}_v2", PLACE, *view, b"\x89", no_hooks, plain),
+    ]
+
+    values = value_of(tmp_path, listed(*rows))
+
+    assert [(value.shape, value.storage.key) for value in values] == [((6,), "0")] * 4
+
+
+def test_a_tensor_that_would_be_cast_on_its_device_stays_a_call(tmp_path: Path) -> None:
+    body = call(
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+        *(WEIGHT, name("torch.float16"), text("xla:0"), b"\x89"),
+    )
+
+    assert isinstance(value_of(tmp_path, body), Constructed)
+
+
 def test_types_without_a_storage_class_view_bytes(tmp_path: Path) -> None:
     rebuilt = call(
         "torch._utils._rebuild_tensor_v3",

@@ -187,6 +187,8 @@ def _tensors() -> Iterator[Hostile]:
         ("many_dimensions", tensor(place, (1,) * 65, (1,) * 65), "has 65 dimensions"),
         ("shape_of_texts", call(rebuild, place, b"K\0", b"Va\n\x85", b"NN", b"N"), "has 'a'"),
         ("no_arguments", call(rebuild), "make no tensor"),
+        ("old_without_arguments", call("torch._utils._rebuild_tensor"), "make no tensor"),
+        ("new_without_dtype", call("torch._utils._rebuild_tensor_v3", place), "make no tensor"),
         ("arguments_of_a_list", call(rebuild, *[listed()] * 6), "make no tensor"),
         ("size_of_a_text", call("torch.Size", text("ab")), "make no tensor"),
         ("size_of_texts", call("torch.Size", tuple_of(text("ab"))), "torch.Size"),

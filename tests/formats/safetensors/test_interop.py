@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from restride.checkpoint.dtypes import DTYPES
 from restride.formats.safetensors import lay_out, read_catalog
@@ -137,7 +137,6 @@ def accepted_by_us(path: Path) -> set[str] | None:
     return {tensor.name for tensor in catalog.tensors}
 
 
-@settings(max_examples=200)
 @given(damaged(valid_safetensors()))
 def test_what_we_accept_the_library_accepts(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
