@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from restride.algebra.serial import layout_from_json
 
 from restride import api
+from restride.algebra.serial import layout_from_json
 from restride.algebra.signature import same_layout
 from restride.layouts import codegen_qkv
 from restride.testing.command_line import SAMPLE, run
@@ -219,6 +219,9 @@ def test_the_demo_would_notice_a_wrong_conversion(monkeypatch: pytest.MonkeyPatc
     assert ran.json["verdict"] == "findings"
     assert f"{FUSED}/weight" in ran.json["different"]
     assert f"{FUSED}/exp_avg" not in ran.json["different"]
+    told = run("demo").out
+    assert f"{FUSED}/weight is not what DeepSpeed's own conversion makes of it\n" in told
+    assert "conversion: the same" not in told
 
 
 def test_the_sample_is_small() -> None:
