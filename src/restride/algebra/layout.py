@@ -191,7 +191,12 @@ class Layout:
         return tuple(concrete for piece in self.all_pieces for concrete in piece.at_rank(rank))
 
     def paddings(self, rank: int) -> tuple[Padding, ...]:
-        """Concrete paddings of one rank, as `pieces` is for elements."""
+        """Concrete paddings of one rank, as `pieces` is for elements.
+
+        Raises:
+            LayoutError: The rank is not on the mesh.
+        """
+        self.shard_shape(rank)
         return tuple(
             Padding(concrete.axes, rank, concrete.shard_base, padding.fill)
             for padding in self.padding
