@@ -282,3 +282,24 @@ def test_gpt2s_fused_weight_is_a_transposed_third(ranks):
         [np.concatenate([np.split(x, ranks)[rank] for x in thirds]) for rank in range(ranks)],
     )
     assert len(layout.all_pieces) == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "pieces"),
+    [
+        (layouts.codegen_qkv((12288, 4096), mesh={"tp": 4}, heads=32), 1),
+        (layouts.glm_qkv((3 * 8192, 8192), mesh={"dp": 8, "tp": 64}, heads=64, axis="tp"), 1),
+        (layouts.phi3_qkv((10240, 8192), mesh={"tp": 8}, query_heads=64, heads=8), 2),
+        (layouts.bigcode_qkv((6400, 6144), mesh={"tp": 8}, hidden=6144), 2),
+        (layouts.yuan_value((8192, 8192), mesh={"tp": 8}, heads=64), 1),
+        (layouts.yuan_value((6144, 2048), mesh={"tp": 16}, heads=48), 1),
+        (layouts.gate_up((57344, 8192), mesh={"tp": 8}), 1),
+        (layouts.experts((256, 4096, 7168), mesh={"ep": 64}), 1),
+        (layouts.transposed(layouts.glm_qkv((4800, 1600), mesh={"tp": 5}, heads=25)), 1),
+        (layouts.padded((50257, 1600), mesh={"tp": 8}, rows=50304), 2),
+    ],
+    ids=lambda value: "x".join(map(str, value.full_shape)) if hasattr(value, "mesh") else "",
+)
+def test_weights_of_real_models_are_a_few_pieces_and_proved_whole(layout, pieces):
+    assert len(layout.all_pieces) == pieces
+    assert isinstance(prove(layout), Covered)

@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from restride import layouts
+from restride.algebra.fold import fold
+from restride.algebra.signature import same_layout
 from restride.errors import LayoutError
 from restride.testing.cuts import PADDED, index_maps
 
@@ -34,9 +36,15 @@ def agree(frameworks, kind, shape, ranks, **arguments) -> bool:
     layout = builder(mesh={"tp": ranks}, **given)
 
     assert [layout.shard_shape(rank) for rank in range(ranks)] == [tuple(s.shape) for s in shards]
-    assert index_maps(layout) == [
-        [max(full, PADDED) for full in shard.reshape(-1).tolist()] for shard in shards
-    ]
+    maps = [[max(full, PADDED) for full in shard.reshape(-1).tolist()] for shard in shards]
+    assert index_maps(layout) == maps
+    probed = fold(
+        maps,
+        mesh=layout.mesh,
+        full_shape=layout.full_shape,
+        shard_shapes=[shard.shape for shard in shards],
+    )
+    assert same_layout(layout, probed)
     return True
 
 

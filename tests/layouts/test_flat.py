@@ -94,6 +94,7 @@ def test_many_ranks_cost_no_more_pieces_than_few():
 
     assert len(many.all_pieces) <= len(few.all_pieces) == 2
     group = layouts.zero_group([(1024, 1024), (1024,), (4096, 1024)], mesh={"dp": 1024})
+    assert len(group.layout.all_pieces) <= 2
     assert all(len(member.layout.all_pieces) <= 3 for member in group.members)
 
 

@@ -81,12 +81,18 @@ def test_the_right_cut_of_a_fused_weight_is_not_reported(mesh):
     assert find_wrong_cut("model.layers.0.self_attn.q_proj.weight", plain) is None
 
 
-def test_uneven_right_cuts_are_not_reported():
-    for heads, ranks in ((3, 2), (5, 3), (2, 4)):
-        layout = layouts.phi3_qkv((60, 30), mesh={"tp": ranks}, query_heads=30, heads=heads)
+@pytest.mark.parametrize(("query_heads", "heads", "ranks"), [(6, 3, 2), (10, 5, 3), (8, 2, 4)])
+def test_uneven_right_cuts_are_not_reported(query_heads, heads, ranks):
+    shape = (4 * (query_heads + 2 * heads), 4 * query_heads)
+    layout = layouts.phi3_qkv(shape, mesh={"tp": ranks}, query_heads=query_heads, heads=heads)
 
-        if layout.full_shape[0] == 30 + 2 * heads:
-            assert find_wrong_cut(PHI3, layout) is None
+    assert len(layout.shard_shapes) == 2
+    assert find_wrong_cut(PHI3, layout) is None
+    assert find_wrong_cut(PHI3, layouts.chunked(shape, mesh={"tp": ranks})) is not None
+
+
+def test_uneven_halves_and_flat_shards_are_not_reported():
+    assert find_wrong_cut(GATE_UP, layouts.flat_chunks((66, 32), mesh={"dp": 4})) is None
     assert find_wrong_cut(GATE_UP, layouts.gate_up((66, 32), mesh={"tp": 4})) is None
 
 

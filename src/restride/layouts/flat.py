@@ -226,16 +226,27 @@ def _buffer(
     pieces: list[Piece] = []
     padding: list[Padding] = []
     full_base = stop = 0
-    for shape, start in zip(members, starts, strict=True):
+    for start, numel in _runs(members, starts):
         padding += _run_padding(start - stop, stop, width)
         pieces += [
             Piece(piece.axes, piece.full_base + full_base, piece.rank_base, piece.shard_base)
-            for piece in _run_pieces(prod(shape), start, width)
+            for piece in _run_pieces(numel, start, width)
         ]
-        full_base += prod(shape)
-        stop = start + prod(shape)
+        full_base += numel
+        stop = start + numel
     padding += _run_padding(width * target.size - stop, stop, width)
     return place(row_layout(target, full_base, [width] * target.size, pieces, padding), target)
+
+
+def _runs(members: Sequence[Shape], starts: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, elements) of the parameters; those with no gap between them are one run."""
+    runs: list[tuple[int, int]] = []
+    for shape, start in zip(members, starts, strict=True):
+        if runs and start == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + prod(shape))
+        else:
+            runs.append((start, prod(shape)))
+    return runs
 
 
 def _overlap(start: int, numel: int, first: int, width: int) -> range:

@@ -72,6 +72,11 @@ def find_fused(name: str, shape: Shape) -> FusedWeight | None:
 def find_wrong_cut(name: str, layout: Layout) -> str | None:
     """Say how a layout cuts a weight known to be fused against its parts.
 
+    Args:
+        name: Name of the parameter.
+        layout: How the tensor-parallel ranks cut it. Data-parallel cuts may run anywhere: a layout
+            with flat shards is not judged.
+
     Returns:
         One sentence with the numbers, or None where the weight is not known, not cut, or cut as it
         should be.
@@ -85,10 +90,12 @@ def find_wrong_cut(name: str, layout: Layout) -> str | None:
         "CodeGen's qkv_proj is fused and cut against its h"
     """
     weight = find_fused(name, layout.full_shape)
-    is_whole = all(shape == layout.full_shape for _, shape in layout.shard_shapes)
-    if weight is None or is_whole:
+    full = layout.full_shape
+    is_whole = all(shape == full for _, shape in layout.shard_shapes)
+    is_flat = any(len(shape) != len(full) for _, shape in layout.shard_shapes)
+    if weight is None or is_whole or is_flat:
         return None
-    parts = weight.parts(layout.full_shape)
+    parts = weight.parts(full)
     fault = weight.judge(layout, parts) if parts else None
     if fault is None:
         return None
