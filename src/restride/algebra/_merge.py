@@ -1,0 +1,149 @@
+"""Write many walks as few: loops in progression become one more loop, loops that go on are joined.
+
+Walks are compared by their loops and by where they start, never step by step.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
+
+from restride.algebra._walk import Addresses, Digit, Digits, Walk, coalesce, moved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+__all__ = ["merge", "ordered"]
+
+_Item: TypeAlias = tuple[Addresses, Digits]
+_Rule: TypeAlias = "Callable[[Addresses], bool]"
+
+
+def merge(
+    walks: Iterable[Walk], *, pure: Sequence[tuple[int, int]] = (), is_legal: _Rule | None = None
+) -> list[Walk]:
+    """Merge walks whose loops are equal and whose bases are in progression, or continue each other.
+
+    Args:
+        walks: Walks over the same addresses. Their order does not matter.
+        pure: Pairs of addresses that no new loop may move together.
+        is_legal: Says of the strides of a new loop whether it may be; by default all may.
+
+    Returns:
+        Walks with the same steps (the same multiset), in the order of their bases, at most as many.
+        Merging them again changes nothing.
+
+    Cost:
+        O(n log n) a round, in the number of walks; each round but the last leaves fewer.
+
+    Examples:
+        >>> merge([Walk((0, 0), ((3, 1, 1),)), Walk((6, 3), ((3, 1, 1),))])
+        [Walk(bases=(0, 0), digits=((2, 6, 3), (3, 1, 1)))]
+    """
+    items = [(walk.bases, ordered(walk.digits)) for walk in walks]
+
+    def may_be(step: Addresses) -> bool:
+        is_pure = not any(step[i] and step[j] for i, j in pure)
+        return is_pure and (is_legal is None or is_legal(step))
+
+    def progress(parts: list[_Item]) -> list[_Item]:
+        return _in_progression(parts, may_be)
+
+    # Equal blocks of which two happen to touch want progressions first, unequal ones that all do
+    # want them last.
+    fewest = _settled(items, progress, _continued)
+    if len(fewest) > 1:
+        fewest = min(fewest, _settled(items, _continued, progress), key=len)
+    return [Walk(bases, digits) for bases, digits in sorted(fewest)]
+
+
+def ordered(digits: Iterable[Digit]) -> Digits:
+    """Loops by falling strides, coalesced: equal for walks that differ only in their bases."""
+    loops = list(digits)
+    if len(loops) > 1:
+        loops.sort(key=lambda digit: [*(-abs(stride) for stride in digit[1:]), *digit])
+    return coalesce(loops)
+
+
+def _settled(items: list[_Item], *passes: Callable[[list[_Item]], list[_Item]]) -> list[_Item]:
+    """Repeat passes until they find nothing more to merge."""
+    before = len(items) + 1
+    while 1 < len(items) < before:
+        before = len(items)
+        for merge_some in passes:
+            items = merge_some(items)
+    return items
+
+
+def _in_progression(items: list[_Item], may_be: _Rule) -> list[_Item]:
+    """Turn runs of equal loops at equally spaced bases into one more loop."""
+    groups: dict[Digits, list[Addresses]] = {}
+    for bases, digits in items:
+        groups.setdefault(digits, []).append(bases)
+    merged: list[_Item] = []
+    for digits, group in groups.items():
+        group.sort()
+        steps = [
+            tuple([b - a for a, b in zip(one, other, strict=True)])
+            for one, other in pairwise(group)
+        ]
+        start = 0
+        while start < len(group):
+            stop = start + 1
+            if stop < len(group) and may_be(steps[start]):
+                while stop < len(group) and steps[stop - 1] == steps[start]:
+                    stop += 1
+                merged.append((group[start], ordered(((stop - start, *steps[start]), *digits))))
+            else:
+                merged.append((group[start], digits))
+            start = stop
+    return merged
+
+
+def _continued(items: list[_Item]) -> list[_Item]:
+    """Join walks that follow each other along one loop and are equal in all others."""
+    # Walks are known by number: two equal ones are a multiplicity, and both have to stay.
+    along: dict[tuple[Addresses, Digits], list[_Segment]] = {}
+    alone: dict[Digits, list[_Segment]] = {}
+    for number, (bases, digits) in enumerate(items):
+        alone.setdefault(digits, []).append((bases, 1, number))
+        for place, (extent, *strides) in enumerate(digits):
+            others = digits[:place] + digits[place + 1 :]
+            along.setdefault((tuple(strides), others), []).append((bases, extent, number))
+    left = set(range(len(items)))
+    grown: list[_Item] = []
+    for (strides_of_loop, others), loops in along.items():
+        segments = loops + alone.get(others, [])
+        if len(segments) > 1:
+            for start, extent in _chains(segments, strides_of_loop, left):
+                grown.append((start, ordered(((extent, *strides_of_loop), *others))))
+    return [items[number] for number in sorted(left)] + grown
+
+
+_Segment: TypeAlias = tuple[Addresses, int, int]
+"""(where a loop starts, its extent, number of the walk)."""
+
+
+def _chains(
+    segments: list[_Segment], strides: Addresses, left: set[int]
+) -> Iterator[tuple[Addresses, int]]:
+    """Yield (start, extent) of segments that are joined, and take their walks out of `left`."""
+    starting: dict[Addresses, list[tuple[int, int]]] = {}
+    for start, extent, number in segments:
+        starting.setdefault(start, []).append((extent, number))
+    # In the order of walking, so that a chain is found from its first segment.
+    is_backwards = strides < (0,) * len(strides)
+    for start, extent, number in sorted(segments, reverse=is_backwards):
+        if number not in left:
+            continue
+        left.remove(number)
+        total = extent
+        while follower := next(
+            (one for one in starting.get(moved(start, total, strides), ()) if one[1] in left), None
+        ):
+            left.remove(follower[1])
+            total += follower[0]
+        if total > extent:
+            yield start, total
+        else:
+            left.add(number)
