@@ -5,27 +5,23 @@ The ranks ride along as one more stride, so one call gives the transfers of all 
 
 from __future__ import annotations
 
-from itertools import product
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from restride.algebra._digits import Walk, join, merge
 from restride.algebra.canonical import canonicalize, piece_of_walk
+from restride.algebra.intersect import join_pieces
 from restride.algebra.layout import Layout, Padding, shape_runs
 from restride.algebra.piece import Axis, Piece
-from restride.algebra.transfer import Transfer, Transfers
+from restride.algebra.transfer import PURE, Transfer, Transfers
 from restride.errors import LayoutError, ShapeMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from fractions import Fraction
 
     from restride.algebra.mesh import Mesh
 
-__all__ = ["chain", "compose", "intersect"]
-
-_PURE: Final = ((1, 2), (3, 4))
-# Radices that do not divide give descriptors for every residue; one rank at a time gives fewer.
-_MOST_JOINT: Final = 64
+__all__ = ["chain", "compose"]
 
 
 def compose(full_to_target: Layout, source_to_full: Layout, /) -> Transfers:
@@ -42,6 +38,7 @@ def compose(full_to_target: Layout, source_to_full: Layout, /) -> Transfers:
 
     Raises:
         ShapeMismatchError: The full tensors differ in shape or unit.
+        UnsupportedError: The axes of a piece reach over each other in too many ways.
 
     Cost:
         O(pieces * pieces) joins, independent of sizes and of the number of ranks where the strides
@@ -57,47 +54,20 @@ def compose(full_to_target: Layout, source_to_full: Layout, /) -> Transfers:
         1
     """
     _require_same_tensor(full_to_target, source_to_full)
-    by_scale: dict[Fraction, list[Walk]] = {}
-    for target in full_to_target.all_pieces:
-        for source in source_to_full.all_pieces:
-            if (
-                target.full_range.start >= source.full_range.stop
-                or source.full_range.start >= target.full_range.stop
-            ):
-                continue
-            found = _joined(target, source)
-            if found:
-                by_scale.setdefault(target.scale / source.scale, []).extend(found)
+    by_scale: dict[Fraction, list[list[Walk]]] = {}
+    for target, source in _meeting(full_to_target.all_pieces, source_to_full.all_pieces):
+        found = join_pieces(target, source)
+        if found:
+            by_scale.setdefault(target.scale / source.scale, []).append(found)
     return Transfers(
         source_to_full,
         full_to_target,
         tuple(
             Transfer.of_walk(walk, scale)
-            for scale, walks in by_scale.items()
-            for walk in merge(walks, pure=_PURE)
+            for scale, parts in sorted(by_scale.items())
+            for walk in _merged(parts)
         ),
     )
-
-
-def intersect(target: Piece, source: Piece, /) -> tuple[Transfer, ...]:
-    """Find the elements that two pieces have in common, for all their ranks together.
-
-    Args:
-        target: Piece of the layout that is wanted.
-        source: Piece of the layout that is there, in the same full tensor.
-
-    Returns:
-        Transfers that visit each pair of steps at the same full index exactly once, and no other.
-
-    Cost:
-        Independent of extents; constant in number where strides divide each other.
-
-    Examples:
-        >>> intersect(Piece((Axis(6, 1, 0, 1),)), Piece((Axis(6, 1, 0, 1),), full_base=4))[0].numel
-        2
-    """
-    scale = target.scale / source.scale
-    return tuple(Transfer.of_walk(walk, scale) for walk in _joined(target, source))
 
 
 def chain(
@@ -113,7 +83,7 @@ def chain(
     Args:
         outer: Cuts the full tensor over its ranks.
         inner: Cuts the flattened shard of each outer rank over inner ranks: one layout for all, or
-            one for each outer rank.
+            one for each outer rank. Where all are equal the result stays joint over outer ranks.
         mesh: Names of the ranks of the result.
         outer_stride: Distance in the result between two neighbouring outer ranks.
         inner_stride: Distance between two neighbouring inner ranks; by default they come after all
@@ -124,7 +94,8 @@ def chain(
         Padding of either layout is padding of the result.
 
     Raises:
-        ShapeMismatchError: An inner layout is not one of its outer rank's shard.
+        ShapeMismatchError: An inner layout is not one of its outer rank's shard, or counts units of
+            another width.
         LayoutError: An outer rank has no inner layout, or the ranks do not fill the mesh.
 
     Cost:
@@ -140,27 +111,29 @@ def chain(
         [0, 4, 2, 6]
     """
     steps = outer_stride, outer.rank_count if inner_stride is None else inner_stride
+    layouts = _inner_layouts(outer, inner)
+    shapes = _chained_shapes(layouts, mesh, steps)
+    is_joint = all(layout == layouts[0] for layout in layouts)
     pieces: list[Piece] = []
     padding: list[Padding] = []
-    for rank, layout in _cuts(outer, inner):
-        held, pads = (
-            (outer.all_pieces, outer.padding)
-            if rank is None
-            else (outer.pieces(rank), outer.paddings(rank))
-        )
-        for piece, part in product(held, layout.all_pieces):
-            pieces.extend(_chained(piece, part, steps))
-        for pad, part in product(pads, layout.all_pieces):
-            padding.extend(
-                Padding(piece.axes, piece.rank_base, piece.shard_base, pad.fill)
-                for piece in _chained(pad.as_piece(), part, steps)
-            )
-        padding.extend(_inner_padding(outer, layout, rank, steps))
+    for rank, layout in enumerate(layouts[:1] if is_joint else layouts):
+        held = outer.all_pieces if is_joint else outer.pieces(rank)
+        pads = outer.padding if is_joint else outer.paddings(rank)
+        for part in layout.all_pieces:
+            for piece in held:
+                pieces.extend(_chained(piece, part, steps))
+            for pad in pads:
+                padding.extend(
+                    Padding(piece.axes, piece.rank_base, piece.shard_base, pad.fill)
+                    for piece in _chained(pad.as_piece(), part, steps)
+                )
+        ranks = range(outer.rank_count) if is_joint else range(rank, rank + 1)
+        padding.extend(_inner_padding(pad, ranks, steps) for pad in layout.padding)
     return canonicalize(
         Layout(
             mesh,
             outer.full_shape,
-            shape_runs(_chained_shapes(outer, inner, mesh, steps)),
+            shape_runs(shapes),
             tuple(pieces),
             tuple(padding),
             outer.unit_bits,
@@ -168,27 +141,26 @@ def chain(
     )
 
 
-def _joined(target: Piece, source: Piece) -> list[Walk]:
-    """Walks over (full, source rank, source shard, target rank, target shard)."""
-    found = join(_by_full(source), _by_full(target), pure=_PURE)
-    if len(found) <= _MOST_JOINT or not target.rank_axes:
-        return found
-    ranks = sorted(set(target.ranks()))
-    parts = [
-        walk
-        for rank in ranks
-        for part in target.at_rank(rank)
-        for walk in join(_by_full(source), _by_full(part), pure=_PURE)
-    ]
-    merged = merge(parts, pure=_PURE)
-    return merged if len(merged) < len(found) else found
+def _meeting(targets: Iterable[Piece], sources: Iterable[Piece]) -> Iterator[tuple[Piece, Piece]]:
+    """Pairs of a target and a source piece whose ranges in the full tensor overlap."""
+    pieces = [(piece.full_range, 0, piece) for piece in targets]
+    pieces += [(piece.full_range, 1, piece) for piece in sources]
+    # Sweep over the tensor: who starts meets everybody of the other side who has not ended.
+    pieces.sort(key=lambda entry: entry[0].start)
+    open_pieces: list[list[tuple[range, Piece]]] = [[], []]
+    for reach, side, piece in pieces:
+        others = [entry for entry in open_pieces[1 - side] if entry[0].stop > reach.start]
+        open_pieces[1 - side] = others
+        open_pieces[side].append((reach, piece))
+        for _, other in others:
+            yield (other, piece) if side else (piece, other)
 
 
-def _by_full(piece: Piece) -> Walk:
-    return Walk(
-        (piece.full_base, piece.rank_base, piece.shard_base),
-        tuple((a.extent, a.full_stride, a.rank_stride, a.shard_stride) for a in piece.axes),
-    )
+def _merged(parts: list[list[Walk]]) -> list[Walk]:
+    """Merge what came from several pairs of pieces; what came from one is merged already."""
+    if len(parts) == 1:
+        return parts[0]
+    return merge([walk for part in parts for walk in part], pure=PURE)
 
 
 def _require_same_tensor(target: Layout, source: Layout) -> None:
@@ -203,20 +175,16 @@ def _require_same_tensor(target: Layout, source: Layout) -> None:
         )
 
 
-def _cuts(
-    outer: Layout, inner: Layout | Mapping[int, Layout]
-) -> Iterator[tuple[int | None, Layout]]:
-    """Inner layouts with the outer rank that they cut; None where one cuts them all."""
-    if isinstance(inner, Layout):
-        for rank in range(outer.rank_count):
-            _require_shard(outer, rank, inner)
-        yield None, inner
-        return
+def _inner_layouts(outer: Layout, inner: Layout | Mapping[int, Layout]) -> list[Layout]:
+    """How the shard of each outer rank is cut."""
+    layouts: list[Layout] = []
     for rank in range(outer.rank_count):
-        if rank not in inner:
+        layout = inner if isinstance(inner, Layout) else inner.get(rank)
+        if layout is None:
             raise LayoutError(f"no layout says how the shard of outer rank {rank} is cut")
-        _require_shard(outer, rank, inner[rank])
-        yield rank, inner[rank]
+        _require_shard(outer, rank, layout)
+        layouts.append(layout)
+    return layouts
 
 
 def _require_shard(outer: Layout, rank: int, inner: Layout) -> None:
@@ -224,6 +192,11 @@ def _require_shard(outer: Layout, rank: int, inner: Layout) -> None:
         raise ShapeMismatchError(
             f"outer rank {rank} holds {outer.shard_numel(rank)} elements, "
             f"its inner layout describes {inner.full_numel}"
+        )
+    if inner.unit_bits not in {None, outer.unit_bits}:
+        raise ShapeMismatchError(
+            f"the outer layout counts units of {outer.unit_bits} bits, "
+            f"the inner one of rank {rank} of {inner.unit_bits}"
         )
 
 
@@ -263,36 +236,31 @@ def _is_forward(step: tuple[int, ...]) -> bool:
     return outer_rank + inner_rank > 0
 
 
-def _inner_padding(
-    outer: Layout, inner: Layout, rank: int | None, steps: tuple[int, int]
-) -> Iterator[Padding]:
+def _inner_padding(pad: Padding, outer_ranks: range, steps: tuple[int, int]) -> Padding:
+    """Padding of an inner layout, on the ranks that cut the shards of a run of outer ranks."""
     by_outer, by_inner = steps
-    over: tuple[Axis, ...] = ()
-    if rank is None and outer.rank_count > 1:
-        over = (Axis(outer.rank_count, 0, by_outer, 0),)
-    for pad in inner.padding:
-        axes = tuple(
-            Axis(axis.extent, 0, axis.rank_stride * by_inner, axis.shard_stride)
-            for axis in pad.axes
-        )
-        base = (rank or 0) * by_outer + pad.rank_base * by_inner
-        yield Padding((*over, *axes), base, pad.shard_base, pad.fill)
+    count = len(outer_ranks)
+    over = (Axis(count, 0, by_outer, 0),) if count > 1 else ()
+    axes = [
+        Axis(axis.extent, 0, axis.rank_stride * by_inner, axis.shard_stride) for axis in pad.axes
+    ]
+    base = outer_ranks.start * by_outer + pad.rank_base * by_inner
+    return Padding((*over, *axes), base, pad.shard_base, pad.fill)
 
 
 def _chained_shapes(
-    outer: Layout, inner: Layout | Mapping[int, Layout], mesh: Mesh, steps: tuple[int, int]
+    layouts: Sequence[Layout], mesh: Mesh, steps: tuple[int, int]
 ) -> list[tuple[int, ...]]:
     """The shard shape of each rank of the result, which all have to be there once."""
-    shapes: dict[int, tuple[int, ...]] = {}
-    count = 0
-    for rank in range(outer.rank_count):
-        layout = inner if isinstance(inner, Layout) else inner[rank]
-        for part in range(layout.rank_count):
-            shapes[rank * steps[0] + part * steps[1]] = layout.shard_shape(part)
-            count += 1
-    if sorted(shapes) != list(range(mesh.size)) or count != mesh.size:
+    shapes = [
+        (rank * steps[0] + part * steps[1], layout.shard_shape(part))
+        for rank, layout in enumerate(layouts)
+        for part in range(layout.rank_count)
+    ]
+    shapes.sort(key=lambda entry: entry[0])
+    if [rank for rank, _ in shapes] != list(range(mesh.size)):
         raise LayoutError(
-            f"{outer.rank_count} outer ranks in steps of {steps[0]} with inner ranks in steps of "
+            f"{len(layouts)} outer ranks in steps of {steps[0]} with inner ranks in steps of "
             f"{steps[1]} do not fill the mesh {mesh} of {mesh.size} ranks"
         )
-    return [shapes[rank] for rank in range(mesh.size)]
+    return [shape for _, shape in shapes]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from restride.algebra._checks import require_int
 from restride.algebra._digits import Walk, fix
@@ -20,9 +20,11 @@ from restride.errors import LayoutError
 if TYPE_CHECKING:
     from restride.algebra.layout import Layout
 
-__all__ = ["Transfer", "TransferAxis", "Transfers"]
+__all__ = ["PURE", "Transfer", "TransferAxis", "Transfers"]
 
 _SOURCE_RANK, _TARGET_RANK = 1, 3
+PURE: Final = ((1, 2), (3, 4))
+"""Addresses of a transfer of which no axis moves both: rank and shard index of either side."""
 
 
 @dataclass(frozen=True, slots=True)

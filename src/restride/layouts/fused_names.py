@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from restride.algebra.compose import intersect
+from restride.algebra.intersect import intersect
 from restride.algebra.piece import Piece
 from restride.algebra.signature import same_layout
 from restride.layouts.codegen import codegen_qkv
