@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import restride
 from restride import api, cli
@@ -24,10 +24,12 @@ def describe(name: str, value: object) -> list[str]:
         return [f"class {name}"]
     if inspect.isclass(value):
         methods = [
-            f"class {name}.{method}"
-            for method, function in sorted(vars(value).items())
+            f"{name}.{method}{inspect.signature(getattr(value, method))}"
+            if callable(getattr(value, method))
+            else f"{name}.{method}"
+            for method, member in sorted(vars(value).items())
             if not method.startswith("_")
-            and (inspect.isroutine(function) or isinstance(function, property))
+            and isinstance(member, FunctionType | classmethod | staticmethod | property)
         ]
         return [f"class {name}{inspect.signature(value)}", *methods]
     if callable(value):

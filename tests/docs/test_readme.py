@@ -82,8 +82,9 @@ def test_the_python_of_the_readme_runs() -> None:
     programs = [block.text for block in blocks() if block.language == "python"]
 
     assert programs
+    names: dict[str, object] = {"__name__": "readme"}
     for program in programs:
-        exec(compile(program, str(README), "exec"), {"__name__": "readme"})  # noqa: S102
+        exec(compile(program, str(README), "exec"), names)  # noqa: S102
 
 
 def test_every_link_of_the_readme_to_a_file_resolves() -> None:
