@@ -36,6 +36,7 @@ class ExpertParameter:
 
     Attributes:
         name: Name of the stacked parameter.
+        expert_count: Number of experts.
         layer: Number of the layer in the names of the expert files.
         placement: For each expert-parallel rank its experts, in the order of its shard.
         stored_map: Affine map, where the checkpoint has one.
@@ -43,6 +44,7 @@ class ExpertParameter:
     """
 
     name: str
+    expert_count: int
     layer: int
     placement: _Placement
     stored_map: Field | None
@@ -52,11 +54,6 @@ class ExpertParameter:
     def rank_count(self) -> int:
         """Number of expert-parallel ranks."""
         return len(self.placement)
-
-    @property
-    def expert_count(self) -> int:
-        """Number of experts."""
-        return 1 + max(expert for held in self.placement for expert in held)
 
     def layout(self, expert_shape: Shape) -> Layout:
         """Describe how the stacked parameter is placed.
@@ -94,18 +91,20 @@ def read_experts(stored: Field | None) -> dict[str, ExpertParameter]:
     for entry in stored.elements() if stored else ():
         prefix = entry.at("expert_key_prefix").text()
         layer = entry.at("moe_layer_id").integer()
-        placement = _placement(entry)
+        count = entry.at("num_experts").integer(at_least=1)
+        placement = _placement(entry, count)
         maps = _maps(entry.get("affine_maps"))
         for weight in _WEIGHTS:
             name = f"{prefix}.{weight}"
             if name in found:
                 raise CorruptError(f"describes {name!r} a second time", where=entry.where)
-            found[name] = ExpertParameter(name, layer, placement, maps.get(name), entry.where)
+            found[name] = ExpertParameter(
+                name, count, layer, placement, maps.get(name), entry.where
+            )
     return found
 
 
-def _placement(entry: Field) -> _Placement:
-    count = entry.at("num_experts").integer(at_least=1)
+def _placement(entry: Field, count: int) -> _Placement:
     ranks = entry.at("ep_size").integer(at_least=1)
     if count > _MOST_EXPERTS:
         raise CorruptError(f"says there are {count} experts", where=entry.where)
@@ -140,6 +139,11 @@ def _placement(entry: Field) -> _Placement:
             where=stored.where,
         )
     placement = tuple(held[rank] for rank in range(ranks))
+    placed = {expert for row in placement for expert in row}
+    if placed != set(range(count)) or any(len(set(row)) < len(row) for row in placement):
+        raise CorruptError(
+            f"does not place each of {count} experts, at most once on a rank", where=stored.where
+        )
     _check_files_name_experts(placement, local, stored)
     return placement
 

@@ -90,7 +90,7 @@ class ZeroFile:
     @property
     def rank_name(self) -> str:
         """The rank, for errors."""
-        return f"dp rank {self.dp}, tp rank {self.tp}"
+        return _rank_name(self.dp, self.tp)
 
 
 def read_zero_file(root: Field, name: str, dp: int, tp: int) -> ZeroFile:
@@ -114,7 +114,14 @@ def read_zero_file(root: Field, name: str, dp: int, tp: int) -> ZeroFile:
     flats = state.at(FLAT_FP32).elements()
     own, hyper = _own_states(state.at("base_optimizer_state"), len(flats))
     groups = tuple(
-        _read_group(state, number, flat, own[number], is_lean=stage is not None)
+        _read_group(
+            state,
+            number,
+            flat,
+            own[number],
+            is_lean=stage is not None,
+            where=f"{flat.where} ({_rank_name(dp, tp)})",
+        )
         for number, flat in enumerate(flats)
     )
     return ZeroFile(name, dp, tp, root, state, stage, groups, hyper)
@@ -168,7 +175,13 @@ def _own_states(base: Field, count: int) -> tuple[list[_OwnState], tuple[Field, 
     return own, hyper
 
 
-def _read_group(state: Field, number: int, flat: Field, own: _OwnState, *, is_lean: bool) -> Group:
+def _rank_name(dp: int, tp: int) -> str:
+    return f"dp rank {dp}, tp rank {tp}"
+
+
+def _read_group(
+    state: Field, number: int, flat: Field, own: _OwnState, *, is_lean: bool, where: str
+) -> Group:
     padding = _per_group(state, "group_paddings", number)
     padding_numel = padding.integer() if padding else 0
     master_numel = _flat_numel(flat)
@@ -199,7 +212,7 @@ def _read_group(state: Field, number: int, flat: Field, own: _OwnState, *, is_le
         count.integer(at_least=1) if count else None,
         alignment.integers() if alignment else None,
         _fragments(_per_group(state, "param_slice_mappings", number)),
-        flat.where,
+        where,
     )
 
 

@@ -121,7 +121,7 @@ class _Reader:
             if len(zero.groups) != len(shapes):
                 raise CorruptError(
                     f"has {len(zero.groups)} parameter groups, {model.name} has {len(shapes)}",
-                    where=f"{zero.name}: {zero.rank_name}",
+                    where=f"{zero.name} ({zero.rank_name})",
                 )
         for number, members in enumerate(shapes):
             self._read_group(model, files, number, members)
@@ -144,6 +144,7 @@ class _Reader:
             self._found.groups.setdefault(name, {}).update(
                 {run.rank(dp, model.tp): group for dp, group in groups.items()}
             )
+        width = _agreed_width(groups)
         places = {self._expert_place(dp, cutters): dp for dp in range(run.dp_size)}
         for cutter in range(cutters if groups else 0):
             slots = self._slots(self._held(members, cutter), groups)
@@ -151,7 +152,7 @@ class _Reader:
             for partition, dp in enumerate(by_partition):
                 if dp in files:
                     self._check(files[dp], number, slots, partition, count)
-            self._hold(slots, by_partition, groups, cutter, model.tp)
+            self._hold(slots, width, by_partition, groups, cutter, model.tp)
 
     def _slots(self, held: Shapes, groups: Mapping[int, Group]) -> tuple[Slot, ...]:
         first = next(iter(groups.values()))
@@ -165,28 +166,25 @@ class _Reader:
     def _check(
         self, zero: ZeroFile, number: int, slots: Sequence[Slot], partition: int, count: int
     ) -> None:
-        try:
-            order = check_partition(
-                zero.groups[number],
-                slots,
-                partition,
-                count,
-                is_lean=zero.stage is not None,
-                is_round_robin=self._is_round_robin(zero),
-            )
-        except CorruptError as error:
-            raise error.located(zero.rank_name) from None
+        order = check_partition(
+            zero.groups[number],
+            slots,
+            partition,
+            count,
+            is_lean=zero.stage is not None,
+            is_round_robin=self._is_round_robin(zero),
+        )
         self.is_reordered |= order == "group"
 
     def _hold(
         self,
         slots: Sequence[Slot],
+        width: int,
         by_partition: Sequence[int],
         groups: Mapping[int, Group],
         cutter: int,
         tp: int,
     ) -> None:
-        width = _agreed_width(groups)
         for slot in slots:
             holdings = self._cut(slot.name).holdings
             for fragment in fragments_of(slot, width):

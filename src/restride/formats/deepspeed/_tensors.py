@@ -69,6 +69,7 @@ class _Reader:
         self._frozen = {name for model in run.models for name in model.frozen}
         self._buffers = run.models[0].buffer_names
         self._aliases = self._find_aliases()
+        self._scalars: dict[tuple[tuple[int, int], ...], dict[str, StateEntry]] = {}
 
     def read(self) -> Iterator[TensorEntry]:
         """Yield the tensors, each once and under its first name."""
@@ -91,8 +92,9 @@ class _Reader:
         else:
             self._warn("no-weight", f"{where} is in no model file", name)
         states |= self._optimizer_states(name, layout)
-        is_untracked = name not in self._trained and name not in self._frozen
-        if is_untracked and run.zeros:
+        is_known = name in self._trained or name in self._frozen or not run.zeros
+        is_untracked = not is_known and layout.full_numel > 0
+        if is_untracked:
             message = (
                 f"{where} is unknown to the optimizer: it is frozen, or stored a second time "
                 "under another name"
@@ -109,8 +111,7 @@ class _Reader:
             "parameter",
             layout,
             states,
-            is_frozen=bool(layout.full_numel)
-            and (name in self._frozen or (is_untracked and bool(run.zeros))),
+            is_frozen=is_untracked or (name in self._frozen and layout.full_numel > 0),
             aliases=tuple(alias for alias, target in self._aliases.items() if target == name),
         )
 
@@ -161,9 +162,16 @@ class _Reader:
         if cut is None or not cut.holdings or not cut.is_whole:
             return {}
         where = f"tensor {name!r}"
-        return flat_states(layout, cut, run.mesh, run.files, where) | group_states(
-            self._partitions.groups[name], run.mesh, run.files, where
-        )
+        return flat_states(layout, cut, run.mesh, run.files, where) | self._group_states(name)
+
+    def _group_states(self, name: str) -> dict[str, StateEntry]:
+        """States of the whole group: the same for all its parameters, so they are made once."""
+        groups = self._partitions.groups[name]
+        key = tuple((rank, id(group)) for rank, group in groups.items())
+        if key not in self._scalars:
+            run = self._run
+            self._scalars[key] = group_states(groups, run.mesh, run.files, f"tensor {name!r}")
+        return self._scalars[key]
 
     def _layout(self, name: str) -> Layout:
         shapes = self._shapes(name)

@@ -1,0 +1,182 @@
+"""AutoEP: what describes the experts, and what happens where it is wrong or missing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
+from restride.formats.deepspeed import read_catalog
+from restride.testing.gather import gather_all
+from restride.testing.saved_values import Array, edit_file
+
+RECORDED = Path(__file__).parents[1] / "data" / "deepspeed" / "experts_z1"
+NAME = "model.layers.0.mlp.experts.w1"
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """Four experts on two expert-parallel ranks, each twice data-parallel; the real engine's."""
+    shutil.copytree(RECORDED, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def model(folder: Path) -> Path:
+    return folder / "step" / "mp_rank_00_model_states.pt"
+
+
+def expert(folder: Path, number: int) -> Path:
+    return folder / "step" / f"layer_0_expert_{number}_mp_rank_00_model_states.pt"
+
+
+def refused(folder: Path, *words: str, error: type[RestrideError] = CorruptError) -> None:
+    with pytest.raises(error) as caught:
+        read_catalog(folder)
+    assert type(caught.value) is error, str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def edit_layer(folder: Path, change) -> None:
+    edit_file(model(folder), lambda root: change(root["ds_autoep_layers"][0]))
+
+
+def test_the_weight_of_each_expert_is_in_its_own_file(saved):
+    catalog = read_catalog(saved)
+    tensor = next(tensor for tensor in catalog.tensors if tensor.name == NAME)
+    weight = tensor.states["weight"]
+
+    assert weight.layout.full_shape == tensor.layout.full_shape == (4, 8, 8)
+    assert [catalog.files[region.file].name for region in weight.regions] == [
+        f"step/layer_0_expert_{number}_mp_rank_00_model_states.pt" for number in range(4)
+    ]
+
+
+def test_a_checkpoint_without_maps_and_placement_has_neighbouring_experts(saved):
+    def strip(layer):
+        del layer["affine_maps"]
+        del layer["expert_placement"]
+
+    before = gather_all(read_catalog(saved))
+    edit_layer(saved, strip)
+    after = gather_all(read_catalog(saved))
+
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[key], after[key]) for key in before)
+
+
+def test_a_missing_expert_costs_the_weights_and_not_the_masters(saved):
+    expert(saved, 2).unlink()
+    catalog = read_catalog(saved)
+    tensor = next(tensor for tensor in catalog.tensors if tensor.name == NAME)
+
+    found = [finding for finding in catalog.findings if finding.kind == "missing-file"]
+    assert len(found) == 3
+    assert all(finding.severity == "error" for finding in found)
+    assert f"'{NAME}.2'" in found[0].message
+    assert list(tensor.states) == ["fp32", "exp_avg", "exp_avg_sq", "step"]
+
+
+def test_two_files_of_one_expert(saved):
+    shutil.copy(expert(saved, 1), saved / "step" / "layer_0_expert_1_mp_rank_01_model_states.pt")
+
+    refused(saved, "layer 0, expert 1 has two files")
+
+
+def test_an_expert_of_another_shape(saved):
+    edit_file(
+        expert(saved, 3),
+        lambda root: root.update({f"{NAME}.3": Array("bfloat16", (64,), bytes(128))}),
+    )
+
+    refused(saved, "layer_0_expert_3", f"tensor '{NAME}'", "(64,)", "(8, 8)")
+
+
+def test_what_else_an_expert_file_holds_is_carried(saved):
+    edit_file(expert(saved, 0), lambda root: root.update(note="x"))
+
+    values = read_catalog(saved).values
+
+    assert values["other_files"] == {
+        "step/layer_0_expert_0_mp_rank_00_model_states.pt": {"note": "x"}
+    }
+
+
+def test_experts_that_nothing_describes_are_refused(saved):
+    edit_file(model(saved), lambda root: root.update(ds_autoep_layers=None))
+
+    refused(saved, "no ds_autoep_layers", "AutoEP", error=UnsupportedError)
+
+
+def test_experts_under_tensor_parallelism_are_refused(saved):
+    shutil.copy(model(saved), saved / "step" / "mp_rank_01_model_states.pt")
+    for tp in range(2):
+        edit_file(
+            saved / "step" / f"mp_rank_{tp:02d}_model_states.pt",
+            lambda root: root.update(mp_world_size=2),
+        )
+
+    refused(saved, "2 tensor-parallel ranks", error=UnsupportedError)
+
+
+def place(experts, **more):
+    def change(layer):
+        placement = layer["expert_placement"]
+        placement.update(more)
+        for row, held in zip(placement["ranks"], experts, strict=True):
+            row["experts"] = held
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (place([[0, 2], [1, 3]]), UnsupportedError, "places experts out of order"),
+        (place([[2, 3], [0, 1]]), UnsupportedError, "places experts out of order"),
+        (place([[0, 1], [2]]), CorruptError, "does not place each of 4 experts"),
+        (place([[0, 1], [2, 9]]), CorruptError, "does not place each of 4 experts"),
+        (place([[0, 1], [2, 3, 3]]), CorruptError, "does not place each of 4 experts"),
+        (place([[0, 1], [2, 3]], version=2), UnsupportedError, "placement of version 2"),
+        (place([[0, 1], [2, 3]], num_experts=8), CorruptError, "is for 8 experts"),
+        (lambda layer: layer.update(num_experts=1 << 40), CorruptError, "1099511627776 experts"),
+        (lambda layer: layer.update(ep_size=4), CorruptError, "on 2 ranks, the layer has 4 on 4"),
+        (lambda layer: layer.update(ep_size=0), FormatError, "ep_size"),
+        (lambda layer: layer["affine_maps"].update(version=2), UnsupportedError, "version 2"),
+        (
+            lambda layer: layer["affine_maps"]["params"][NAME].update(logical_shape=[4, 64]),
+            CorruptError,
+            NAME,
+        ),
+    ],
+)
+def test_a_placement_that_is_none(saved, change, error, words):
+    edit_layer(saved, change)
+
+    with pytest.raises(RestrideError) as caught:
+        read_catalog(saved)
+
+    assert isinstance(caught.value, error)
+    assert words in str(caught.value)
+    assert "step/mp_rank_00_model_states.pt" in str(caught.value)
+
+
+def test_a_layer_that_is_described_twice(saved):
+    edit_file(
+        model(saved), lambda root: root["ds_autoep_layers"].append(root["ds_autoep_layers"][0])
+    )
+
+    refused(saved, "a second time", f"'{NAME}'")
+
+
+def test_ranks_in_another_order_than_the_run_had_them(saved):
+    """Were the order of the ranks another one, the fragments would not be those of the files."""
+    edit_file(
+        model(saved),
+        lambda root: root.update(ds_config={"use_data_before_expert_parallelism": True}),
+    )
+
+    refused(saved, "param_slice_mappings says", "experts.w2")
