@@ -59,10 +59,19 @@ def merge(
 
 def ordered(digits: Iterable[Digit]) -> Digits:
     """Loops by falling strides, coalesced: equal for walks that differ only in their bases."""
-    loops = list(digits)
-    if len(loops) > 1:
-        loops.sort(key=lambda digit: [*(-abs(stride) for stride in digit[1:]), *digit])
+    loops = tuple(digits)
+    while len(loops) > 1:
+        loops = tuple(sorted(loops, key=_falling))
+        merged = coalesce(loops)
+        if len(merged) == len(loops):
+            return merged
+        # Loops of one stride, which reach over each other, may now stand in another order.
+        loops = merged
     return coalesce(loops)
+
+
+def _falling(digit: Digit) -> list[int]:
+    return [*[-abs(stride) for stride in digit[1:]], *digit]
 
 
 def _settled(items: list[_Item], *passes: Callable[[list[_Item]], list[_Item]]) -> list[_Item]:
