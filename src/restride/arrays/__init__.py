@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from restride.arrays.extract import extract
 from restride.arrays.move import move
+from restride.arrays.probe import Probe, probe
 from restride.arrays.rebuild import rebuild
 
-__all__ = ["extract", "move", "rebuild"]
+__all__ = ["Probe", "extract", "move", "probe", "rebuild"]

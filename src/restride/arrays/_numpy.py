@@ -30,6 +30,9 @@ _COMPUTED_IN: Final = {
     "complex128": "complex128",
 }
 _WIDEST_WORD_NBYTES: Final = 8
+# A transposition in strips so narrow that a cache line is read once runs five to ten times faster.
+_STRIP_EXTENT: Final = 16
+_SMALLEST_STRIP_NUMEL: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,10 @@ class NumpyFramework:
         width = _shared_word_nbytes(target, source)
         if width > target.itemsize:
             target, source = target.view(f"u{width}"), source.view(f"u{width}")
-        np.copyto(target, source, casting="no")
+        tile = _tile_extent(target, source)
+        for start in range(0, target.shape[-1], tile):
+            stop = start + tile
+            np.copyto(target[..., start:stop], source[..., start:stop], casting="no")
 
     def scaled(self, view: NDArray[Any], scale: Fraction) -> NDArray[Any]:
         """Compute as PyTorch does."""
@@ -193,3 +199,24 @@ def _shared_word_nbytes(target: NDArray[Any], source: NDArray[Any]) -> int:
         *target.strides[:-1],
         *source.strides[:-1],
     )
+
+
+def _tile_extent(target: NDArray[Any], source: NDArray[Any]) -> int:
+    """How much of the innermost loop to copy at a time: all of it unless that is a transposition.
+
+    NumPy walks the target in order. Where each step of its innermost loop is in another cache line
+    of the source, and another loop would have stayed in the line, the lines are gone when it comes
+    back to them.
+    """
+    extent = target.shape[-1]
+    steps = [
+        abs(stride) for stride, size in zip(source.strides, source.shape, strict=True) if size > 1
+    ]
+    strips = -(-extent // _STRIP_EXTENT)
+    is_transposed = (
+        extent > 2 * _STRIP_EXTENT
+        and abs(source.strides[-1]) >= _STRIP_EXTENT * source.itemsize
+        and min(steps) < abs(source.strides[-1])
+        and target.size // strips >= _SMALLEST_STRIP_NUMEL
+    )
+    return _STRIP_EXTENT if is_transposed else max(extent, 1)

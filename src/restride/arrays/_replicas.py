@@ -51,7 +51,8 @@ class Drift:
     """What differs between copies.
 
     Attributes:
-        different: For each full element, whether two copies of it differ.
+        full_numel: Number of elements of the full tensor.
+        different: For each full element, whether two copies of it differ; empty before the first.
         ranks: Ranks that hold such an element.
         largest: Largest absolute difference from the preferred copy, or None where the dtype has
             none. A number against a NaN counts as infinite.
@@ -59,7 +60,8 @@ class Drift:
         first: The preferred copy of that element, and the rank and value of another.
     """
 
-    different: NDArray[np.bool_]
+    full_numel: int
+    different: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     ranks: set[int] = field(default_factory=set)
     largest: float | None = 0.0
     first_index: int = -1
@@ -86,7 +88,7 @@ class Drift:
             else f"rank {ranks[0]} holds"
         )
         return ReplicaError(
-            f"{holders} different copies of {self.numel} of {self.different.size} elements, the "
+            f"{holders} different copies of {self.numel} of {self.full_numel} elements, the "
             f"first at {place}: {said}{largest}",
             ranks=ranks,
             different_numel=self.numel,
@@ -115,7 +117,7 @@ def find_drift(
         UnsupportedError: Elements are held with different scales and nowhere exactly, and
             `is_checked`.
     """
-    drift = Drift(np.zeros(_numel(full), np.bool_))
+    drift = Drift(_numel(full))
     groups: dict[Fraction, list[Holding]] = {}
     for holding in holdings:
         groups.setdefault(holding.scale, []).append(holding)
@@ -133,7 +135,7 @@ def find_drift(
         _require_comparable(groups, full, exact)
     if not drift.ranks:
         return None
-    owners = np.full(drift.different.size, -1, np.int64)
+    owners = np.full(drift.full_numel, -1, np.int64)
     for holding in reversed(holdings):
         for part in injective_parts(holding.block):
             _target(owners, part)[...] = holding.rank
@@ -154,8 +156,8 @@ def average(framework: Framework, holdings: Sequence[Holding], full: Array, drif
             f"copies of {dtype_name} elements differ and have no mean",
             remedy="choose replicas='first'",
         )
-    total = np.zeros(drift.different.size)
-    count = np.zeros(drift.different.size, np.int64)
+    total = np.zeros(drift.full_numel)
+    count = np.zeros(drift.full_numel, np.int64)
     exact = _held((holding for holding in holdings if holding.scale == 1), full)
     for holding in holdings:
         for part in injective_parts(holding.block):
@@ -234,6 +236,8 @@ def _record(
     where: NDArray[np.bool_],
     indices: NDArray[np.intp],
 ) -> None:
+    if not drift.ranks:
+        drift.different = np.zeros(drift.full_numel, np.bool_)
     drift.different[indices] = True
     drift.ranks.add(rank)
     lowest = int(np.argmin(indices))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from restride.algebra.layout import Layout
+    from restride.arrays._blocks import Side
     from restride.arrays._frameworks import Array
 
 __all__ = ["Replicas", "rebuild"]
@@ -86,7 +87,7 @@ replicas='first' or replicas='mean'
     ]
     # Copies that are preferred are written last. Sorting is stable: lower ranks come first.
     holdings.sort(key=lambda holding: holding.scale != 1)
-    for holding in reversed(holdings):
+    for holding in reversed(_outermost(holdings)):
         for part in reversed(tuple(injective_parts(holding.block))):
             for pair in views(framework, holding.shard, full, part):
                 copy_scaled(framework, pair, 1 / holding.scale)
@@ -117,3 +118,11 @@ def _supplied(layout: Layout, ranks: Iterable[int]) -> Layout:
             remedy=f"supply the shards of ranks {named} too" if missing else "",
         )
     return supplied
+
+
+def _outermost(holdings: Iterable[Holding]) -> list[Holding]:
+    """Holdings without those that a preferred one of the same cut would overwrite."""
+    by_place: dict[tuple[tuple[int, ...], Side], Holding] = {}
+    for holding in holdings:
+        by_place.setdefault((holding.block.extents, holding.block.target), holding)
+    return list(by_place.values())
