@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from restride import errors, layouts
+    from restride import deepspeed, errors, layouts
     from restride.algebra.coverage import prove
     from restride.algebra.layout import Layout
     from restride.algebra.mesh import Mesh
@@ -28,6 +28,7 @@ __all__ = [
     "Piece",
     "check",
     "convert",
+    "deepspeed",
     "errors",
     "extract",
     "layouts",
@@ -59,7 +60,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name in {"errors", "layouts"}:
+    if name in {"deepspeed", "errors", "layouts"}:
         return import_module(f"restride.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'restride' has no attribute {name!r}")

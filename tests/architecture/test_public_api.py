@@ -39,7 +39,7 @@ def describe(name: str, value: object) -> list[str]:
 
 def public_api() -> str:
     lines: list[str] = []
-    for module in (restride, restride.layouts, api, cli):
+    for module in (restride, restride.deepspeed, restride.layouts, api, cli):
         for name in sorted(module.__all__):
             lines += describe(f"{module.__name__}.{name}", getattr(module, name))
     return "\n".join(lines) + "\n"

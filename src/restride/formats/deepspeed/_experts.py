@@ -15,6 +15,7 @@ from restride.algebra.mesh import Mesh
 from restride.algebra.signature import same_layout
 from restride.errors import CorruptError, LayoutError, UnsupportedError
 from restride.formats.deepspeed.maps import from_affine_map_field, require_map_version
+from restride.formats.deepspeed.placements import read_placement
 from restride.layouts.gathered import experts
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["ExpertParameter", "read_experts"]
 
 _WEIGHTS: Final = ("w1", "w2", "w3")
-_PLACEMENT_VERSION: Final = 1
 _MOST_EXPERTS: Final = 1 << 16
 
 _Placement: TypeAlias = tuple[tuple[int, ...], ...]
@@ -116,33 +116,11 @@ def _placement(entry: Field, count: int) -> _Placement:
                 f"{ranks} ranks with {local} experts each do not make {count}", where=entry.where
             )
         return tuple(tuple(range(rank * local, (rank + 1) * local)) for rank in range(ranks))
-    version = stored.at("version").integer()
-    if version > _PLACEMENT_VERSION:
-        raise UnsupportedError(
-            f"is an expert placement of version {version}, version {_PLACEMENT_VERSION} is "
-            "understood",
-            where=stored.where,
-        )
-    said = stored.at("num_experts").integer(), stored.at("ep_size").integer()
-    if said != (count, ranks):
+    placed, placement = read_placement(stored)
+    if (placed, len(placement)) != (count, ranks):
         raise CorruptError(
-            f"is for {said[0]} experts on {said[1]} ranks, the layer has {count} on {ranks}",
+            f"is for {placed} experts on {len(placement)} ranks, the layer has {count} on {ranks}",
             where=stored.where,
-        )
-    held = {
-        row.at("rank").integer(): row.at("experts").integers()
-        for row in stored.at("ranks").elements()
-    }
-    if sorted(held) != list(range(ranks)):
-        raise CorruptError(
-            f"has entries for ranks {sorted(held)[:8]}, {ranks} ranks are to be placed",
-            where=stored.where,
-        )
-    placement = tuple(held[rank] for rank in range(ranks))
-    placed = {expert for row in placement for expert in row}
-    if placed != set(range(count)) or any(len(set(row)) < len(row) for row in placement):
-        raise CorruptError(
-            f"does not place each of {count} experts, at most once on a rank", where=stored.where
         )
     _check_files_name_experts(placement, local, stored)
     return placement

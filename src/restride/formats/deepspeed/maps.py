@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAP_VERSION",
+    "exact_scale",
     "from_affine_map",
     "from_affine_map_field",
     "read_affine_maps",
@@ -203,17 +204,25 @@ def _read_walk(stored: Field, ndim: int) -> tuple[int, _Ints]:
 
 
 def _read_scale(stored: Field) -> Fraction:
-    """Recover the exact factor from the float that was stored.
-
-    The factors that layers use are whole numbers and their reciprocals; 1/3 is stored as the
-    nearest float, and that float means 1/3.
-    """
     value = stored.value
     if type(value) not in {int, float} or not isfinite(value) or value == 0:  # type: ignore[arg-type]
         raise CorruptError(
             f"a scale is a finite number other than 0, found {shown(value)}", where=stored.where
         )
-    exact = Fraction(value)  # type: ignore[arg-type]  # an int or a finite float
+    return exact_scale(value)  # type: ignore[arg-type]  # an int or a finite float
+
+
+def exact_scale(value: float) -> Fraction:
+    """Recover the exact factor from the finite, non-zero float that was stored.
+
+    The factors that layers use are whole numbers and their reciprocals; 1/3 is stored as the
+    nearest float, and that float means 1/3.
+
+    Examples:
+        >>> exact_scale(1 / 3), exact_scale(0.75)
+        (Fraction(1, 3), Fraction(3, 4))
+    """
+    exact = Fraction(value)
     simple = Fraction(1, round(1 / exact)) if abs(exact) <= 1 else exact
     return simple if float(simple) == float(exact) else exact
 

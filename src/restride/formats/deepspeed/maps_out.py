@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from math import isfinite, prod
-from typing import TYPE_CHECKING, Final, TypeAlias
+from math import prod
+from typing import TYPE_CHECKING, Final
 
 from restride.algebra.coverage import holders, replication, require_covered
 from restride.algebra.intersect import intersect
@@ -20,7 +20,7 @@ from restride.errors import CorruptError, RestrideError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._patterns import parse_pattern
 from restride.formats.deepspeed.boxes import BoxCutter, Walk, row_major
-from restride.formats.deepspeed.maps import MAP_VERSION, read_affine_maps
+from restride.formats.deepspeed.maps import MAP_VERSION, exact_scale, read_affine_maps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,10 +34,8 @@ __all__ = ["MOST_BOXES", "from_affine_maps", "map_of_boxes", "to_affine_map", "t
 MOST_BOXES: Final = 4096
 """Boxes of all ranks that DeepSpeed's own planner takes (`max_pieces_per_map`)."""
 
-_StoredMap: TypeAlias = "dict[str, object]"
 
-
-def to_affine_map(layout: Layout, *, most_boxes: int = MOST_BOXES) -> _StoredMap:
+def to_affine_map(layout: Layout, *, most_boxes: int = MOST_BOXES) -> dict[str, object]:
     """Write a layout as DeepSpeed's affine map, as it stands in a checkpoint.
 
     Args:
@@ -66,22 +64,22 @@ def to_affine_map(layout: Layout, *, most_boxes: int = MOST_BOXES) -> _StoredMap
     """
     _require_words(layout)
     require_covered(layout)
-    left = most_boxes
     boxes: list[Sequence[Box]] = []
     for rank, walks in enumerate(_walks_by_rank(layout)):
         try:
-            boxes.append(_cutter(layout, rank, left).cut(walks))
+            boxes.append(BoxCutter(*_frame(layout, rank), most_boxes).cut(walks))
         except UnsupportedError as error:
-            error.problem = (
-                f"{error.problem}, after {most_boxes - left} boxes of the ranks before "
-                f"rank {rank} (at most {most_boxes} in all)"
-            )
             raise error.located(f"rank {rank}") from None
-        left -= len(boxes[-1])
+        if sum(map(len, boxes)) > most_boxes:
+            raise UnsupportedError(
+                f"the shards of ranks 0 to {rank} of {layout.rank_count} are "
+                f"{sum(map(len, boxes))} boxes, {most_boxes} are allowed",
+                remedy="raise most_boxes= if nothing but rebuilding and extracting reads the map",
+            )
     return map_of_boxes(layout, boxes)
 
 
-def to_affine_maps(layouts: Mapping[str, Layout]) -> _StoredMap:
+def to_affine_maps(layouts: Mapping[str, Layout]) -> dict[str, object]:
     r"""Write the layouts of many parameters as one document: ``affine_map`` of a checkpoint.
 
     Args:
@@ -100,7 +98,7 @@ def to_affine_maps(layouts: Mapping[str, Layout]) -> _StoredMap:
         >>> list(to_affine_maps({"ln_f.bias": replicated((4,), mesh={"tp": 2})})["params"])
         ['^ln_f\\.bias$']
     """
-    known: dict[Layout, _StoredMap] = {}
+    known: dict[Layout, dict[str, object]] = {}
     params: dict[str, object] = {}
     for name, layout in layouts.items():
         if layout not in known:
@@ -154,7 +152,7 @@ def from_affine_maps(
     return found
 
 
-def map_of_boxes(layout: Layout, boxes: Sequence[Sequence[Box]]) -> _StoredMap:
+def map_of_boxes(layout: Layout, boxes: Sequence[Sequence[Box]]) -> dict[str, object]:
     """Write boxes of every rank in the stored form."""
     ranks: dict[int, object] = {}
     for rank, of_rank in enumerate(boxes):
@@ -186,9 +184,8 @@ def _flat(start: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _rank_count(document: Field) -> int:
-    for _, entry in document.at("params").items():
-        return max(1, len(list(entry.at("ranks").numbered())))
-    return 1
+    first = next(document.at("params").items(), None)
+    return max(1, len(list(first[1].at("ranks").numbered()))) if first else 1
 
 
 def _require_words(layout: Layout) -> None:
@@ -216,11 +213,12 @@ def _require_words(layout: Layout) -> None:
 
 
 def _is_float(scale: Fraction) -> bool:
+    """Whether a float says this very factor, and is read back as it."""
     try:
         nearest = float(scale)
     except OverflowError:
         return False
-    return isfinite(nearest) and Fraction(nearest) == scale
+    return Fraction(nearest) == scale == exact_scale(nearest)
 
 
 def _frame(layout: Layout, rank: int) -> tuple[Shape, Shape]:
@@ -231,10 +229,6 @@ def _frame(layout: Layout, rank: int) -> tuple[Shape, Shape]:
     return (layout.full_numel,), (prod(shard),)
 
 
-def _cutter(layout: Layout, rank: int, most: int) -> BoxCutter:
-    return BoxCutter(*_frame(layout, rank), most)
-
-
 def _walks_by_rank(layout: Layout) -> Iterator[list[Walk]]:
     """Walks of every rank, each over elements that the same ranks hold."""
     if not replication(layout):
@@ -243,8 +237,12 @@ def _walks_by_rank(layout: Layout) -> Iterator[list[Walk]]:
         return
     held = holders(layout)
     regions = [
-        (region.ranks, Piece(tuple(Axis(extent, full, 0, 1) for extent, full in region.axes),
-                             region.full_base))
+        (
+            region.ranks,
+            Piece(
+                tuple(Axis(extent, full, 0, 1) for extent, full in region.axes), region.full_base
+            ),
+        )
         for region in held
     ]
     for rank in range(layout.rank_count):
