@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
+import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from restride.algebra._digits import coalesce
+from restride.algebra._digits import Walk, coalesce
 from restride.algebra.canonical import (
     canonicalize,
     canonicalize_pieces,
@@ -18,7 +19,8 @@ from restride.algebra.canonical import (
 from restride.algebra.layout import Layout, Padding
 from restride.algebra.mesh import as_mesh
 from restride.algebra.piece import Axis, Piece
-from restride.testing.oracles import walk_padding, walk_piece, walk_relation
+from restride.errors import LayoutError
+from restride.testing.oracles import walk_addresses, walk_padding, walk_piece, walk_relation
 from restride.testing.strategies import layouts, pieces, recut, wild_layouts
 
 
@@ -127,3 +129,19 @@ def test_what_walks_the_same_steps_in_another_nesting_is_written_alike():
 
     assert written == {(Piece((Axis(12, 1, 0, 1),)),)}
     assert sorted(walk_piece(nested[0])) == sorted(walk_piece(nested[1]))
+
+
+def test_a_walk_backwards_over_ranks_or_shard_is_turned_round_and_loops_of_one_are_dropped():
+    walk = Walk((3, 8, 20), ((4, -1, 0, 6), (1, 5, 5, 5), (2, 0, -8, -2)))
+
+    piece = piece_of_walk(walk, Fraction(1))
+
+    assert piece == Piece((Axis(4, -6, 1, 0), Axis(2, 2, 0, 8)), 36, 0, 0)
+    assert sorted(walk_piece(piece)) == sorted((f, r, s) for r, s, f in walk_addresses(walk))
+
+
+@pytest.mark.parametrize("strides", [(1, 1, 1), (0, 0, 1), (0, -1, 1)])
+def test_a_loop_that_is_no_axis_is_refused(strides):
+    """It moves rank and shard together, none of them, or goes backwards in the full tensor."""
+    with pytest.raises(LayoutError):
+        piece_of_walk(Walk((0, 8, 8), ((2, *strides),)), Fraction(1))

@@ -249,8 +249,13 @@ def test_a_few_descriptors_move_all_ranks_of_any_hidden_size(case):
 
 @pytest.mark.parametrize(
     ("source", "target", "is_split"),
-    [((9, 7), (11, 5), True), ((7, 11), (5, 13), False), ((9, 7), (5, 1), False)],
-    ids=["one target rank at a time", "all ranks at once", "one target rank"],
+    [
+        ((9, 7), (11, 5), True),
+        ((7, 11), (5, 13), False),
+        ((9, 7), (5, 1), False),
+        ((9, 7), (3, 97), False),
+    ],
+    ids=["one target rank at a time", "all ranks at once", "one target rank", "too many ranks"],
 )
 def test_radices_that_do_not_divide_give_the_same_relation_with_fewer_descriptors(
     source, target, is_split
@@ -364,6 +369,20 @@ def test_zero_over_tensor_parallel_is_one_piece_for_all_ranks():
     assert shards[5] == [17, 21, 22, 23]
 
 
+def test_parts_that_recur_on_other_ranks_become_one_piece_over_them():
+    """Shards of two rows of three: the first and the last part are within a row, the middle not."""
+    both = chain(
+        split((2, 6), mesh={"tp": 2}, dim=1),
+        split((6,), mesh={"zero": 3}),
+        mesh=as_mesh("zero=3,tp=2"),
+    )
+
+    assert both.all_pieces == (
+        Piece((Axis(2, 7, 4, 0), Axis(2, 3, 1, 0), Axis(2, 1, 0, 1)), 0, 0, 0),
+        Piece((Axis(2, 3, 1, 0), Axis(2, 4, 0, 1)), 2, 2, 0),
+    )
+
+
 def test_padding_of_both_cuts_is_padding_of_the_chain():
     """3 elements and one padded; cut in two parts of 2, each padded to 3."""
     outer = Layout.of(
@@ -401,6 +420,11 @@ def test_padding_of_both_cuts_is_padding_of_the_chain():
             split((12,), mesh="zero=3"),
             {},
             "2 outer ranks in steps of 1 with inner ranks in steps of 2 do not fill the mesh zero",
+        ),
+        (
+            replace(split((12,), mesh="zero=2"), unit_bits=4),
+            {},
+            "the outer layout counts units of None bits, the inner one of rank 0 of 4",
         ),
         (
             split((12,), mesh="zero=2"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
-from time import perf_counter
+from time import process_time
 
 import pytest
 from hypothesis import event, given
@@ -85,11 +85,11 @@ def test_a_piece_that_visits_a_rank_twice_has_two_parts_there():
 def test_sixty_loops_over_the_same_ranks_are_not_visited_one_by_one():
     piece = Piece((Axis(2, 0, 1, 0),) * 60)
 
-    started = perf_counter()
+    started = process_time()
 
     assert piece.first_rank_in(range(60, 100)) == 60
     assert piece.first_rank_in(range(61, 100)) is None
-    assert perf_counter() - started < 1
+    assert process_time() - started < 1
 
 
 def test_a_rank_of_a_long_axis_is_found_without_visiting_the_others():

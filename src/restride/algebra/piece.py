@@ -174,9 +174,8 @@ class Piece:
                 visited |= visited << more * axis.rank_stride
                 done += more
         below = max(0, run.start - reached.start)
+        # The last rank is always visited, so something is left.
         rest = visited >> below
-        if not rest:
-            return None
         rank = reached.start + below + (rest & -rest).bit_length() - 1
         return rank if rank < run.stop else None
 
