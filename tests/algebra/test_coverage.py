@@ -632,10 +632,29 @@ def test_what_no_structure_joins_is_proved_by_fingerprint():
     assert best_seconds(lambda: prove(layout)) < 5e-3
 
 
+def test_shards_that_no_structure_joins_are_proved_by_fingerprint():
+    layout = even_and_odd_rows()
+    numel = layout.full_numel
+    turned = [
+        Piece(
+            tuple(Axis(a.extent, a.shard_stride, 0, a.full_stride) for a in piece.axes),
+            [0, numel // 2, numel // 4 * 3][number],
+            0,
+            piece.full_base,
+        )
+        for number, piece in enumerate(layout.all_pieces)
+    ]
+
+    assert prove(Layout.of({"tp": 1}, (numel,), [(numel,)], turned), side="shard") == Covered(
+        None, numel, method="fingerprint"
+    )
+
+
 def test_what_the_fingerprint_denies_is_swept():
     spoiled = even_and_odd_rows(shift=8)  # one row up: over even rows
 
     assert prove(spoiled) == Hole(2**22 + 8, (2**19 + 1, 0), 2**21)
+    assert explain(prove(spoiled), spoiled).endswith("before it is on rank 0 (piece 0)")
     assert replication(spoiled)
     whole = replace(spoiled, full_shape=(2**20 + 1, 8))
     assert prove(whole) == Hole(2**22 + 8, (2**19 + 1, 0), 2**21 + 8)

@@ -97,8 +97,13 @@ def test_no_walk_and_a_walk_without_steps_give_no_region():
 
 @pytest.mark.parametrize("walk", [(-1, [], "a"), (0, [(3, -1)], "a"), (8, [(3, 1)], "a")])
 def test_a_walk_outside_the_addresses_is_refused(walk):
-    with pytest.raises(LayoutError, match=r"outside \[0, 10\)"):
+    with pytest.raises(LayoutError, match=r"addresses -?\d+ to -?\d+, outside \[0, 10\)"):
         sweep([walk], 10)
+
+
+def test_the_refusal_names_the_first_and_the_last_address_of_the_walk():
+    with pytest.raises(LayoutError, match=r"addresses 4 to 10, outside \[0, 10\)"):
+        sweep([(4, [(3, 3)], "a")], 10)
 
 
 def test_one_lattice_comes_back_as_it_is_however_large():

@@ -359,4 +359,4 @@ def _convolve(run: _Run, extent: int) -> list[_Run]:
     if stop - first == 1:
         return [whole]
     inner: _Run = (first + 1, stop + extent - 2, base, digits)
-    return [whole, inner] if inner[0] < inner[1] else [whole]
+    return [whole, inner]
