@@ -42,6 +42,7 @@ from restride.testing.proofs import (
     spoil,
     verdict_by_walking,
 )
+from restride.testing.strategies import layouts, wild_layouts
 
 SIDES = ("both", "shard", "full")
 
@@ -96,6 +97,16 @@ def test_a_layout_built_whole_is_proved_whole(random):
 @given(st.randoms(use_true_random=False))
 def test_any_layout_gets_the_verdict_of_walking(random):
     check_against_walking(random_wild_layout(random))
+
+
+@given(layouts())
+def test_whole_layouts_drawn_digit_by_digit_are_proved_whole(layout):
+    assert isinstance(check_against_walking(layout), Covered)
+
+
+@given(wild_layouts())
+def test_layouts_that_are_just_large_enough_get_the_verdict_of_walking(layout):
+    check_against_walking(layout)
 
 
 def test_four_thousand_spoiled_layouts_get_the_verdict_of_walking():
