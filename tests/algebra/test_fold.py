@@ -411,6 +411,27 @@ def test_a_touch_by_chance_does_not_hide_that_blocks_are_equal():
     assert len(nests) == 2
 
 
+def test_equal_blocks_in_falling_order_are_nests_of_their_own():
+    # A loop of a shard cannot walk the full tensor backwards, but one over the ranks can.
+    seconds = [10, 11, 12, 0, 1, 2, 30, 31]
+
+    assert len(fold_points(range(8), seconds)) == 3
+    assert len(fold_points(range(8), seconds, may_descend=True)) == 2
+
+
+def test_a_table_too_long_for_free_cuts_is_still_cut_near_its_changes():
+    seconds: list[int] = []
+    for block in range(60):
+        start = 1000 * (block // 3 * 7 % 20) + 10 * (block % 3)
+        seconds += range(start, start + 5)
+    seconds += [99_000]
+
+    nests = fold_points(range(len(seconds)), seconds)
+
+    assert len(seconds) > 256
+    assert len(nests) <= 21
+
+
 def test_a_long_table_without_structure_is_folded_in_linear_time():
     table = Random(0).sample(range(6_000), 6_000)  # noqa: S311
 

@@ -270,6 +270,26 @@ def test_an_empty_tensor_and_a_scalar_are_probed():
     assert piece.numel == 2
 
 
+def test_a_scalar_of_numpy_is_a_shard_of_no_dimension():
+    found = numpy_probe(lambda full, rank: full[rank], (2,), scale_shape=lambda shape, _: shape)
+
+    assert found.layout.shard_shape(1) == ()
+
+
+def test_infinities_are_no_markers():
+    with pytest.raises(UnsupportedError, match="is always inf"):
+        numpy_probe(lambda full, rank: rows(full, rank) * np.inf, (8,), dtype="float64")
+
+
+def test_what_is_no_layout_at_another_size_is_refused_with_that_size():
+    def sums_when_large(full, rank):
+        part = rows(full, rank)
+        return part if len(full) == 4 else part + part[::-1]
+
+    with pytest.raises(UnsupportedError, match=r"^at shape \(8,\): rank 0: .*adds up"):
+        numpy_probe(sums_when_large, (4,))
+
+
 @pytest.mark.parametrize("dtype", ["int32", "float32", "float64", "int64"])
 def test_the_element_type_may_be_asked_for(dtype):
     def strict(full, rank):

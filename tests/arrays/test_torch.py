@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import restride
 from restride.algebra.compose import compose
-from restride.algebra.layout import Layout
+from restride.algebra.layout import Layout, Padding
 from restride.algebra.piece import Axis, Piece
 from restride.arrays import extract, move, rebuild
 from restride.errors import LayoutError, ReplicaError, UnsupportedError
@@ -116,6 +116,22 @@ def test_a_scaled_bias_is_what_the_layer_itself_stores(ranks, dtype):
     assert bytes_of(shard) == bytes_of(bias / ranks)
     if dtype != "bfloat16":
         assert bytes_of(shard) == extract(layout, bias.numpy(), 0).tobytes()
+
+
+def test_factors_and_padding_are_applied_to_tensors():
+    layout = Layout.of(
+        {"tp": 1},
+        (3,),
+        [(5,)],
+        [Piece((Axis(3, 1, 0, 1),), 0, 0, 1, Fraction(-5, 7))],
+        [Padding((Axis(2, 0, 0, 4),))],
+    )
+    full = torch.tensor([1.0, 2.0, 3.0])
+
+    shard = extract(layout, full, 0)
+
+    assert torch.equal(shard[1:4], full * -5 / 7)
+    assert shard[[0, 4]].tolist() == [0.0, 0.0]
 
 
 def test_gradients_stay_behind():

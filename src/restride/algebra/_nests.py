@@ -88,9 +88,9 @@ class _Sequence:
         self.run_ends = self._run_ends()
 
     def fold(self) -> list[Nest]:
-        for stop, digits in self.nests_from(0, [self.count]):
-            if stop == self.count:
-                return [Nest(self.firsts[0], self.seconds[0], digits)]
+        whole = next(self.nests_from(0, [self.count]), None)
+        if whole is not None:
+            return [Nest(self.firsts[0], self.seconds[0], whole[1])]
         inner = self._inner_extent()
         if inner > 1:
             first, second = self._step(0, 1)
@@ -278,10 +278,10 @@ class _Sequence:
 
     def _join(self, nests: list[Nest]) -> list[Nest]:
         """Join nests with equal digits whose bases follow a nest of their own."""
-        while len(nests) > 1:
+        while True:
             alike: dict[tuple[Digit, ...], list[Nest]] = {}
             for nest in nests:
-                alike.setdefault(_coalesced(nest.digits), []).append(nest)
+                alike.setdefault(_ordered(nest.digits), []).append(nest)
             if len(alike) == len(nests) or len(nests) == self.count:
                 return nests
             joined = [
@@ -292,7 +292,6 @@ class _Sequence:
             if len(joined) == len(nests):
                 return nests
             nests = joined
-        return nests
 
     def _bases(self, nests: list[Nest]) -> _Sequence:
         bases = sorted((nest.first, nest.second) for nest in nests)
@@ -307,15 +306,8 @@ def _extended(nest: Nest, digit: Digit) -> Nest:
     return Nest(nest.first, nest.second, (*nest.digits, digit))
 
 
-def _coalesced(digits: Iterable[Digit]) -> tuple[Digit, ...]:
-    """Sort loops by first stride and merge those that continue each other on both addresses."""
-    merged: list[Digit] = []
-    for extent, first, second in sorted(digits, key=lambda digit: (-digit[1], -digit[2])):
-        if merged and merged[-1][1:] == (extent * first, extent * second):
-            merged[-1] = (merged[-1][0] * extent, first, second)
-        else:
-            merged.append((extent, first, second))
-    return tuple(merged)
+def _ordered(digits: Iterable[Digit]) -> tuple[Digit, ...]:
+    return tuple(sorted(digits, key=lambda digit: (-digit[1], -digit[2])))
 
 
 def _is_in(cuts: Sequence[int], position: int) -> bool:

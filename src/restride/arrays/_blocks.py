@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 from typing import TYPE_CHECKING
 
 from restride.algebra._digits import Walk, join
@@ -49,11 +48,6 @@ class Block:
     source: Side
     target: Side
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.extents)
-
     def turned(self) -> Block:
         """The same block with source and target exchanged."""
         return Block(self.extents, self.target, self.source)
@@ -79,8 +73,6 @@ def views(framework: Framework, source: Array, target: Array, block: Block) -> I
 
     One pair where the source is in row-major memory, a few where it is not. The target always is.
     """
-    if not block.numel:
-        return
     for extents, base, strides, place in _in_memory(framework, source, block):
         # One element is a view of one loop too, since boolean masks in no dimension are awkward.
         if not extents:

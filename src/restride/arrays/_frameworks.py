@@ -61,9 +61,6 @@ class Framework(Protocol):
     def empty(self, like: Array, shape: Sequence[int], /) -> Array:
         """Contiguous memory of the same type and place."""
 
-    def contiguous(self, array: Array, /) -> Array:
-        """Copy of the array in row-major memory."""
-
     def fill_zero(self, view: Array, /) -> None:
         """Write zeros."""
 
@@ -80,8 +77,11 @@ class Framework(Protocol):
     def differing(self, a: Array, b: Array, /) -> NDArray[np.bool_] | None:
         """Where two views differ in any bit, or None where they are equal."""
 
-    def values(self, view: Array, /) -> NDArray[np.float64] | None:
-        """Values to report and to average, or None where the type has no order."""
+    def is_ordered(self, array: Array, /) -> bool:
+        """Whether one element can be larger than another."""
+
+    def values(self, view: Array, /) -> NDArray[np.float64]:
+        """Values of an ordered type, to report and to average."""
 
     def put(self, full: Array, indices: NDArray[np.intp], words: NDArray[np.uint8], /) -> None:
         """Write elements, given as bytes, at flat indices of a contiguous array."""

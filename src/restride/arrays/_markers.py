@@ -177,7 +177,8 @@ def _read(
 ) -> tuple[Origin, NDArray[np.bool_]]:
     """Read markers: where each element comes from, and which elements are no markers."""
     values = here.reshape(-1)
-    steps = moved.reshape(-1) - values
+    with np.errstate(invalid="ignore"):  # infinities and NaNs are no markers either
+        steps = moved.reshape(-1) - values
     indices = np.full(values.size, PADDED)
     scales = np.zeros(values.size, np.int64)
     is_unread = ~((steps == 0) & (values == 0))
@@ -281,7 +282,8 @@ def _explain(
     """Find out what the function does at the first element that is not copied or scaled."""
     at = int(np.flatnonzero(is_wrong)[0])
     first, second = (array.reshape(-1)[at] for array in (here, moved))
-    weight = (second - first) / distance
+    with np.errstate(invalid="ignore"):
+        weight = (second - first) / distance
     other = random_elements(runner.dtype, sample.shape, seed=1)
     alone, beside, both = (
         runner.run(full)[rank].reshape(-1)[at]
@@ -291,7 +293,7 @@ def _explain(
         done = f"is always {first}; only zeros are taken as padding"
     elif weight not in {0, 1} and np.isin(alone, sample * weight):
         done = f"is an element times {weight:g}, and {runner.dtype} elements are not scaled"
-    elif np.isclose(both, alone + beside, rtol=1e-6, atol=0):
+    elif np.isfinite(both) and np.isclose(both, alone + beside, rtol=1e-6, atol=0):
         done = "adds up several elements of the full tensor"
     elif np.isin(alone, sample):
         done = "comes from a place that depends on the data"

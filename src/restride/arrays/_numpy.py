@@ -75,8 +75,6 @@ class NumpyFramework:
         self, array: NDArray[Any], base: int, extents: Sequence[int], strides: Sequence[int]
     ) -> NDArray[Any]:
         """View through `as_strided`, inside the memory of `array`."""
-        if 0 in extents:
-            return np.empty(tuple(extents), array.dtype)
         start = [int(at) for at in np.unravel_index(base, array.shape)] if array.ndim else []
         require_inside(array.shape, self.strides(array), start, extents, strides)
         # With an ellipsis the index of an array of no dimension is a view of it too.
@@ -87,10 +85,6 @@ class NumpyFramework:
     def empty(self, like: NDArray[Any], shape: Sequence[int]) -> NDArray[Any]:
         """Uninitialised memory."""
         return np.empty(tuple(shape), like.dtype)
-
-    def contiguous(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Copy, whatever the order was."""
-        return np.array(array, order="C")
 
     def fill_zero(self, view: NDArray[Any]) -> None:
         """Write zeros."""
@@ -128,10 +122,12 @@ class NumpyFramework:
         where: NDArray[np.bool_] = _bits(a) != _bits(b)
         return where if where.any() else None
 
-    def values(self, view: NDArray[Any]) -> NDArray[np.float64] | None:
+    def is_ordered(self, array: NDArray[Any]) -> bool:
+        """Everything but complex numbers is."""
+        return array.dtype.kind != "c"
+
+    def values(self, view: NDArray[Any]) -> NDArray[np.float64]:
         """Values as float64, in the shape of the view."""
-        if view.dtype.kind == "c":
-            return None
         dtype: NamedDType = _Named(view.dtype.name)
         return to_comparable(view, dtype).reshape(view.shape)
 

@@ -63,7 +63,7 @@ class Drift:
     full_numel: int
     different: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     ranks: set[int] = field(default_factory=set)
-    largest: float | None = 0.0
+    largest: float | None = None
     first_index: int = -1
     first: tuple[Any, int, Any] = (None, -1, None)
     owner: int = -1
@@ -163,8 +163,6 @@ def average(framework: Framework, holdings: Sequence[Holding], full: Array, drif
         for part in injective_parts(holding.block):
             for pair in views(framework, holding.shard, full, part):
                 values = framework.values(pair.source)
-                if values is None:  # no type with a mean
-                    continue
                 counted = np.ones(values.shape, np.bool_)
                 if holding.scale != 1:
                     values = values * holding.scale.denominator / holding.scale.numerator
@@ -245,11 +243,9 @@ def _record(
         drift.first_index = int(indices[lowest])
         at = tuple(int(coordinates[lowest]) for coordinates in np.nonzero(where))
         drift.first = (mine[at].item(), rank, other[at].item())
-    mine_values, other_values = framework.values(mine), framework.values(other)
-    if mine_values is None or other_values is None or drift.largest is None:
-        drift.largest = None
-        return
-    drift.largest = max(drift.largest, _largest_gap(mine_values[where], other_values[where]))
+    if framework.is_ordered(mine):
+        gap = _largest_gap(framework.values(mine)[where], framework.values(other)[where])
+        drift.largest = max(drift.largest or 0.0, gap)
 
 
 def _largest_gap(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:

@@ -63,8 +63,6 @@ class TorchFramework:
 
     def view(self, tensor: Any, base: int, extents: Sequence[int], strides: Sequence[int]) -> Any:
         """View through `as_strided`, inside the memory of `tensor`."""
-        if 0 in extents:
-            return tensor.new_empty(tuple(extents))
         memory_strides = self.strides(tensor)
         shape = tuple(tensor.shape)
         start = [int(at) for at in np.unravel_index(base, shape)] if shape else []
@@ -75,10 +73,6 @@ class TorchFramework:
     def empty(self, like: Any, shape: Sequence[int]) -> Any:
         """Uninitialised memory on the same device."""
         return like.new_empty(tuple(shape))
-
-    def contiguous(self, tensor: Any) -> Any:
-        """Copy, whatever the order was."""
-        return tensor.clone(memory_format=self.torch.contiguous_format)
 
     def fill_zero(self, view: Any) -> None:
         """Write zeros."""
@@ -121,10 +115,12 @@ class TorchFramework:
         found: NDArray[np.bool_] = where.cpu().numpy()
         return found
 
-    def values(self, view: Any) -> NDArray[np.float64] | None:
+    def is_ordered(self, tensor: Any) -> bool:
+        """Everything but complex numbers is."""
+        return not tensor.dtype.is_complex
+
+    def values(self, view: Any) -> NDArray[np.float64]:
         """Values as float64, in the shape of the view."""
-        if view.dtype.is_complex:
-            return None
         found: NDArray[np.float64] = view.to(self.torch.float64).cpu().numpy()
         return found
 

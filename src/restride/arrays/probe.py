@@ -227,7 +227,7 @@ def _other_shapes(
 def _layout_of(origins: list[Origin], mesh: Mesh, shape: Shape) -> Layout:
     """Fold what comes from where, once for each scale."""
     whole = _fold([origin.indices for origin in origins], origins, mesh, shape)
-    if all(origin.factors == (1,) for origin in origins):
+    if all(len(origin.factors) == 1 for origin in origins):
         return whole
     used = {
         scale
