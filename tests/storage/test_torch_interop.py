@@ -11,7 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from restride.checkpoint.values import Constructed, GlobalName, OrderedDictValue, StoredTensor
+from restride.checkpoint.values import (
+    Constructed,
+    GlobalName,
+    OrderedDictValue,
+    SizeValue,
+    StoredTensor,
+)
 from restride.errors import RestrideError, UnsupportedError
 from restride.storage.torch_zip import TorchFile, open_torch_zip
 from restride.testing.hostile_torch import valid_torch_file
@@ -69,8 +75,8 @@ class Comparison:
                 if isinstance(theirs, OrderedDict):
                     self.same(ours.state, theirs.__dict__ or None)
             case list() | tuple():
-                # torch.Size is a tuple of ours.
-                assert type(ours) is (list if isinstance(theirs, list) else tuple)
+                expected = SizeValue if isinstance(theirs, torch.Size) else type(theirs)
+                assert type(ours) is expected
                 for mine, other in zip(ours, theirs, strict=True):
                     self.same(mine, other)
             case Stub():

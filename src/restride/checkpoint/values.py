@@ -18,6 +18,7 @@ __all__ = [
     "Constructed",
     "GlobalName",
     "OrderedDictValue",
+    "SizeValue",
     "Storage",
     "StoredTensor",
     "Value",
@@ -112,6 +113,15 @@ class OrderedDictValue(dict["Value", "Value"]):
     def __init__(self) -> None:
         super().__init__()
         self.state: Value = None
+
+
+class SizeValue(tuple[int, ...]):
+    """A ``torch.Size`` of the stream: a tuple that remembers what it was.
+
+    Frameworks call methods of it that a tuple does not have, so it is written as it was read.
+    """
+
+    __slots__ = ()
 
 
 Value: TypeAlias = (

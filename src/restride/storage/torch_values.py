@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.dtypes import DTYPES, dtype_named
-from restride.checkpoint.values import GlobalName, Storage, StoredTensor
+from restride.checkpoint.values import GlobalName, SizeValue, Storage, StoredTensor
 from restride.errors import CorruptError, UnsupportedError
 from restride.storage.pickle_machine import Rule, Rules, shown
 from restride.storage.pickle_vm import PLAIN_RULES
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from restride.storage.pickle_machine import Machine
     from restride.storage.zip_directory import ZipRecord
 
-__all__ = ["TORCH_RULES", "StorageTable", "view_of"]
+__all__ = ["STORAGE_DTYPES", "TORCH_RULES", "StorageTable", "view_of"]
 
-_STORAGE_DTYPES: Final = {
+STORAGE_DTYPES: Final = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -134,9 +134,9 @@ def view_of(storage: Storage, storage_base: int, shape: Value, strides: Value) -
 
 
 def _storage_dtype(kind: GlobalName) -> DType:
-    if kind.module not in _STORAGE_MODULES or kind.name not in _STORAGE_DTYPES:
+    if kind.module not in _STORAGE_MODULES or kind.name not in STORAGE_DTYPES:
         raise UnsupportedError(f"storages of type {shown(kind)} are not known")
-    return DTYPES[_STORAGE_DTYPES[kind.name]]
+    return DTYPES[STORAGE_DTYPES[kind.name]]
 
 
 def _indices(what: str, values: Value) -> tuple[int, ...]:
@@ -227,7 +227,7 @@ def _from_cpu(_: Machine, args: tuple[Value, ...]) -> Value:
 def _size(_: Machine, args: tuple[Value, ...]) -> Value:
     match args:
         case (tuple(shape),):
-            return _indices("torch.Size", shape)
+            return SizeValue(_indices("torch.Size", shape))
         case _:
             raise _malformed("torch.Size", args)
 
