@@ -85,8 +85,8 @@ class TorchFramework:
     def scaled(self, view: Any, scale: Fraction) -> Any:
         """Divide by a tensor on the same device.
 
-        A plain number would do on the CPU. On other devices PyTorch multiplies by its rounded
-        reciprocal instead, and the same layout would mean other bits there.
+        A plain number would do on the CPU. On a GPU PyTorch multiplies by its rounded reciprocal
+        instead (BinaryDivTrueKernel.cu), and the same layout would mean other bits there.
         """
         computed_in = _COMPUTED_IN.get(self.dtype_name(view))
         if computed_in is None:
