@@ -306,6 +306,25 @@ def test_a_piece_over_overlapping_ranks_is_checked_without_visiting_each():
         read_map(json.dumps(file))
 
 
+def test_hundreds_of_short_runs_beside_the_ranks_of_a_piece_cost_little():
+    """A million ranks, and 60 kB of text: two ends that fit, and 256 runs between that do not."""
+    ranks, between = 2**20, [[2**11, [number % 2]] for number in range(256)]
+    used = 64 + 256 * 2**11
+    file = valid()
+    file["mesh"] = {"tp": ranks}
+    file["layouts"]["L2"] |= {
+        "shards": [[64, [4]], *between, [ranks - used, [4]]],
+        "pieces": [{"axes": [[2, 0, used, 0], *[[2, 0, 1, 0]] * 59], "base": [0, 0, 3]}] * 64,
+        "padding": [],
+    }
+    text = json.dumps(file)
+
+    started = process_time()
+    read_map(text)
+
+    assert process_time() - started < 4
+
+
 def test_nothing_is_written_that_could_not_be_read():
     long = Layout.of({"tp": 1}, (2**70,), [(2**70,)], [])
     for tensors in ({"a": long}, {"\ud800": Layout.of({"tp": 1}, (0,), [(0,)], [])}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -103,6 +104,7 @@ class Layout:
             )
         if self.unit_bits is not None:
             require_int("unit_bits", self.unit_bits, at_least=1)
+        runs = _runs(self.shard_shapes)
         for number, piece in enumerate(self.all_pieces):
             if piece.full_range.stop > self.full_numel:
                 msg = (
@@ -110,9 +112,9 @@ class Layout:
                     f"the tensor has {self.full_numel} elements"
                 )
                 raise LayoutError(msg)
-            self._require_in_shards(f"piece {number}", piece)
+            self._require_in_shards(f"piece {number}", piece, runs)
         for number, padding in enumerate(self.padding):
-            self._require_in_shards(f"padding {number}", padding.as_piece())
+            self._require_in_shards(f"padding {number}", padding.as_piece(), runs)
 
     @classmethod
     def of(
@@ -203,23 +205,31 @@ class Layout:
             for concrete in padding.as_piece().at_rank(rank)
         )
 
-    def _require_in_shards(self, what: str, piece: Piece) -> None:
+    def _require_in_shards(self, what: str, piece: Piece, runs: _Runs) -> None:
         """Check that every rank of the walk exists and its shard is long enough."""
         if piece.rank_range.stop > self.rank_count:
             msg = f"{what} reaches rank {piece.rank_range.stop - 1}, the mesh has {self.rank_count}"
             raise LayoutError(msg)
         needed = piece.shard_range.stop
-        first = 0
-        for count, shape in self.shard_shapes:
-            run = range(first, first + count)
-            first += count
-            rank = piece.first_rank_in(run) if prod(shape) < needed else None
-            if rank is not None:
-                msg = (
-                    f"{what} reaches shard index {needed - 1} of rank {rank}, "
-                    f"whose shard has {prod(shape)} elements"
-                )
-                raise LayoutError(msg)
+        rank = piece.first_rank_in(run for run, numel in runs if numel < needed)
+        if rank is not None:
+            msg = (
+                f"{what} reaches shard index {needed - 1} of rank {rank}, "
+                f"whose shard has {self.shard_numel(rank)} elements"
+            )
+            raise LayoutError(msg)
+
+
+_Runs: TypeAlias = tuple[tuple[range, int], ...]
+"""(ranks, elements of each of their shards)."""
+
+
+def _runs(shard_shapes: tuple[tuple[int, Shape], ...]) -> _Runs:
+    stops = list(accumulate(count for count, _ in shard_shapes))
+    return tuple(
+        (range(stop - count, stop), prod(shape))
+        for stop, (count, shape) in zip(stops, shard_shapes, strict=True)
+    )
 
 
 def shape_runs(shapes: Iterable[Iterable[int]]) -> tuple[tuple[int, Shape], ...]:

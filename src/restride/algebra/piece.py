@@ -23,7 +23,7 @@ from restride.algebra._digits import Walk, fix
 from restride.errors import LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["Axis", "Piece"]
 
@@ -157,27 +157,24 @@ class Piece:
         """
         yield from _lattice(self.rank_base, [(a.extent, a.rank_stride) for a in self.rank_axes])
 
-    def first_rank_in(self, run: range) -> int | None:
-        """The lowest rank of a run that the walk visits, or None where it visits none.
+    def first_rank_in(self, runs: Iterable[range]) -> int | None:
+        """The first rank of some runs that the walk visits, or None where it visits none.
 
         Cost:
-            A few operations on integers of one bit per rank, whatever the loops are.
+            For each run, a search in a text of one character per rank, which is made once, with a
+            few operations on integers of one bit per rank, whatever the loops are.
         """
         reached = self.rank_range
-        if run.start >= reached.stop or reached.start >= run.stop:
-            return None
-        visited = 1
-        for axis in self.rank_axes:
-            done = 1
-            while done < axis.extent:
-                more = min(done, axis.extent - done)
-                visited |= visited << more * axis.rank_stride
-                done += more
-        below = max(0, run.start - reached.start)
-        # The last rank is always visited, so something is left.
-        rest = visited >> below
-        rank = reached.start + below + (rest & -rest).bit_length() - 1
-        return rank if rank < run.stop else None
+        visited = ""
+        for run in runs:
+            start, stop = max(run.start, reached.start), min(run.stop, reached.stop)
+            if start >= stop:
+                continue
+            visited = visited or self._visited()
+            found = visited.find("1", start - reached.start, stop - reached.start)
+            if found >= 0:
+                return reached.start + found
+        return None
 
     def at_rank(self, rank: int) -> tuple[Piece, ...]:
         """Fix the rank: the concrete pieces that `rank` holds of this walk.
@@ -198,6 +195,17 @@ class Piece:
             replace(self, axes=self.shard_axes, full_base=fixed.bases[1], rank_base=rank)
             for fixed in fix(walk, 0, rank)
         )
+
+    def _visited(self) -> str:
+        """For each rank in the range of ranks, in order: "1" where the walk visits it, or "0"."""
+        visited = 1
+        for axis in self.rank_axes:
+            done = 1
+            while done < axis.extent:
+                more = min(done, axis.extent - done)
+                visited |= visited << more * axis.rank_stride
+                done += more
+        return f"{visited:b}"[::-1]
 
 
 def _lattice(base: int, steps: list[tuple[int, int]]) -> Iterator[int]:
