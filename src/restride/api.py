@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -309,7 +310,8 @@ def _drift_findings(
             "ranks": list(row.ranks),
             "numel": row.numel,
             "different_numel": row.different_numel,
-            "largest": row.largest,
+            # JSON has no infinity, which is how far a number is from no number.
+            "largest": "inf" if row.largest == inf else row.largest,
         }
         severity: Severity = "error" if decided is None else "warning"
         yield Finding(severity, "replica-drift", message, where, details)

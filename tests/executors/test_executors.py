@@ -247,3 +247,17 @@ def test_an_empty_plan_has_nothing_to_do():
 
     assert StreamingExecutor().execute(plan, MemoryFiles([]), None, NullObserver()) == 0
     assert (plan.step_count, plan.total_nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_number_against_no_number_is_infinitely_far(executor):
+    values = np.array([1.0, np.nan], np.float32)
+    state = store(replicated((2,), mesh={"tp": 2}), DTYPES["float32"], values.view(np.uint32))
+    other = np.array([np.nan, np.nan], np.float32).tobytes()
+    source = type(state)(state.entry, state.files, (state.contents[0], bytes(24) + other))
+
+    with pytest.raises(ReplicaError) as error:
+        convert(executor, source, whole_layout((2,)), DTYPES["float32"])
+
+    assert (error.value.different_numel, error.value.largest) == (1, np.inf)
+    assert error.value.first_index == 0

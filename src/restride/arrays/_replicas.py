@@ -10,7 +10,7 @@ import numpy as np
 
 from restride.arrays._blocks import Block, chunks, injective_parts, views
 from restride.arrays._numpy import NUMPY
-from restride.arrays.casts import round_once
+from restride.arrays.casts import largest_gap, round_once
 from restride.errors import ReplicaError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -244,17 +244,8 @@ def _record(
         at = tuple(int(coordinates[lowest]) for coordinates in np.nonzero(where))
         drift.first = (mine[at].item(), rank, other[at].item())
     if framework.is_ordered(mine):
-        gap = _largest_gap(framework.values(mine)[where], framework.values(other)[where])
+        gap = largest_gap(framework.values(mine)[where], framework.values(other)[where])
         drift.largest = max(drift.largest or 0.0, gap)
-
-
-def _largest_gap(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Largest difference; NaN is at no distance from NaN, and infinitely far from numbers."""
-    with np.errstate(invalid="ignore"):
-        gaps = np.abs(a - b)
-    gaps[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
-    gaps[np.isnan(gaps)] = np.inf
-    return float(gaps.max())
 
 
 def _flat_indices(

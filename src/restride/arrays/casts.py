@@ -16,7 +16,7 @@ from restride.errors import UnsupportedError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["NamedDType", "cast", "round_once", "storage_dtype", "to_comparable"]
+__all__ = ["NamedDType", "cast", "largest_gap", "round_once", "storage_dtype", "to_comparable"]
 
 
 class NamedDType(Protocol):
@@ -127,6 +127,15 @@ def to_comparable(buffer: NDArray[Any], dtype: NamedDType) -> NDArray[np.float64
         elements = _float8_values(dtype.name)[elements]
     with np.errstate(invalid="ignore"):
         return elements.astype(np.float64, copy=False)
+
+
+def largest_gap(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """Largest difference; NaN is at no distance from NaN, and infinitely far from numbers."""
+    with np.errstate(invalid="ignore"):
+        gaps = np.abs(a - b)
+    gaps[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
+    gaps[np.isnan(gaps)] = np.inf
+    return float(gaps.max())
 
 
 def _elements(buffer: NDArray[Any], dtype: NamedDType) -> NDArray[Any]:

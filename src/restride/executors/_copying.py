@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from restride.arrays.casts import cast, to_comparable
-from restride.checkpoint.dtypes import dtype_named
+from restride.arrays.casts import cast, largest_gap, round_once, to_comparable
 from restride.errors import ReplicaError, UnsupportedError
 from restride.executors.events import ReplicaDrift
 
@@ -129,8 +128,7 @@ class _Mean:
         self.count += 1
 
     def store(self, main: NDArray[np.uint8]) -> None:
-        mean = (self.total[self.disagree] / self.count).view(np.uint8)
-        fresh = cast(mean, dtype_named("float64"), self.dtype)
+        fresh = round_once(self.total[self.disagree] / self.count, self.dtype)
         _words(self.dtype, main)[self.disagree] = _words(self.dtype, fresh)
 
 
@@ -161,9 +159,7 @@ def _difference(
     where = _words(dtype, a) != _words(dtype, b)
     largest: float | None = None
     if dtype.kind != "complex":
-        with np.errstate(invalid="ignore"):
-            gaps = np.abs(to_comparable(a, dtype)[where] - to_comparable(b, dtype)[where])
-        largest = float(np.max(gaps)) if not np.isnan(gaps).any() else float("nan")
+        largest = largest_gap(to_comparable(a, dtype)[where], to_comparable(b, dtype)[where])
     payload = sum(copy.run_nbytes * prod(axis[0] for axis in copy.axes) for copy in copies)
     return ReplicaDrift(
         tensor=region.tensor,
@@ -192,6 +188,7 @@ def _refusal(
         ranks=drift.ranks,
         different_numel=drift.different_numel,
         largest=drift.largest,
+        first_index=step.start + index,
         where=f"tensor {drift.tensor!r}, state {drift.state!r}",
         remedy="see the whole table with `restride check`, then decide: --replicas first or mean",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isnan
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ def _sum(a: ReplicaDrift, b: ReplicaDrift) -> ReplicaDrift:
 
 
 def _larger(a: float | None, b: float | None) -> float | None:
-    """The larger difference; a NaN, which says that only one side is a number, is the largest."""
     if a is None or b is None:
         return a if b is None else b
-    return a if isnan(a) or a > b else b
+    return max(a, b)

@@ -182,7 +182,7 @@ def _disjoint(by_lattice: dict[_Lattice, list[Way]], numel: int) -> Iterator[Blo
             raise PlanError(
                 f"a source shard holds the element of target shard index {atom.base} more than "
                 f"{_MOST_DUPLICATES} times",
-                remedy="write the layout with one piece for each copy"
+                remedy="write the layout with one piece for each copy",
             )
         lattice = Walk((atom.base,), tuple(atom.digits))
         ways = tuple(
