@@ -118,3 +118,16 @@ def test_a_parameter_that_a_rank_has_none_of_is_whole_on_the_others(tmp_path):
     assert [entry.layout.shard_shape(rank) for rank in range(4)] == [(8,), (0,), (4,), (0,)]
     assert [region is None for region in entry.regions] == [False, True, False, True]
     assert np.array_equal(gather(catalog, entry).view(np.float32)[..., 0], states["fp32"])
+
+
+def test_weights_and_masters_have_their_own_dtypes(tmp_path):
+    """fp16 differs from bf16 in nothing but the dtype of the weights."""
+    weight = np.arange(5, dtype=np.float16)
+    states = {"weight": weight, "fp32": _distinct((5,), 1), "exp_avg": _distinct((5,), 9)}
+    write_zero_run(tmp_path / "run", ZeroRun(2, 1, {"norm": Parameter((5,), states)}))
+
+    catalog = read_catalog(tmp_path / "run")
+    (norm,) = catalog.tensors
+
+    assert [norm.states[s].dtype.name for s in ("weight", "fp32")] == ["float16", "float32"]
+    assert np.array_equal(gather(catalog, norm.states["weight"]).view(np.float16)[:, 0], weight)

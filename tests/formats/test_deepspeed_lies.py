@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from fractions import Fraction
 from math import prod
 from pathlib import Path
 
@@ -164,11 +165,45 @@ def test_a_partition_count_of_another_run(saved):
 
 
 def test_an_alignment_for_other_parameters(saved):
+    for dp in range(2):
+        edit_file(
+            optimizer(saved, dp),
+            of_state(lambda state: state.update(param_alignment_paddings=[[0, 0]])),
+        )
+
+    refused(saved, "param_alignment_paddings has 2 parameters, param_shapes 4")
+
+
+def test_an_alignment_that_is_not_that_of_the_other_ranks(saved):
+    paddings = [[0, 2, 0, 0]]
     edit_file(
-        optimizer(saved), of_state(lambda state: state.update(param_alignment_paddings=[[0, 0]]))
+        optimizer(saved, 1),
+        of_state(lambda state: state.update(param_alignment_paddings=paddings)),
     )
 
-    refused(saved, "param_alignment_paddings")
+    refused(saved, "param_alignment_paddings are not those of", "dp rank 0, tp rank 0")
+
+
+@pytest.mark.parametrize(("dp", "padding"), [(0, 4), (1, 0), (1, 7)])
+def test_a_padding_that_bf16_optimizer_did_not_book(tmp_path, dp, padding):
+    run = ZeroRun(2, 1, parameters(), writer="bf16_optimizer")
+    write_zero_run(tmp_path / "run", run)
+    assert not read_catalog(tmp_path / "run").findings
+    file = optimizer(tmp_path / "run", dp)
+    edit_file(file, of_state(lambda state: state.update(group_paddings=[padding])))
+
+    refused(tmp_path / "run", f"group_paddings says {padding} elements", f"dp rank {dp}")
+
+
+def test_a_padding_that_one_rank_alone_makes_up(tmp_path):
+    """With one rank there is no other to disagree."""
+    write_zero_run(tmp_path / "run", ZeroRun(1, 1, parameters()))
+    edit_file(
+        optimizer(tmp_path / "run"),
+        of_state(lambda state: state.update(group_paddings=[2**40])),
+    )
+
+    refused(tmp_path / "run", "are far more than the 30 elements")
 
 
 def test_groups_that_the_model_does_not_have(saved):
@@ -205,6 +240,7 @@ def test_a_moment_of_another_length_belongs_to_no_parameter(saved):
     catalog = read_catalog(saved)
 
     assert all("row_norms" not in tensor.states for tensor in catalog.tensors)
+    assert [f.kind for f in catalog.findings] == ["uncut-state"]
     carried = catalog.values["optimizer"]["state.0.row_norms"]["tensor"]
     assert carried["shape"] == [5]
 
@@ -263,6 +299,35 @@ def test_a_missing_model_file(saved):
     model(saved, 1).unlink()
 
     refused(saved, "1 of 2 model files are missing: mp_rank_01_model_states.pt")
+
+
+def test_two_model_files_of_one_rank(saved):
+    shutil.copy(model(saved), saved / "step" / "mp_rank_000_model_states.pt")
+
+    refused(saved, "two model files of tp rank 0", "mp_rank_000_model_states.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", "ZeRO-3"),
+        ("layer_00-model_00-model_states.pt", "pipeline-parallel layers"),
+        ("expert_0_mp_rank_00_model_states.pt", "experts of an old DeepSpeed"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "expert optimizers without ZeRO"),
+    ],
+)
+def test_files_of_other_kinds_of_runs(saved, name, what):
+    (saved / "step" / name).touch()
+
+    refused(saved, what, name, "can be read", error=UnsupportedError)
+
+
+def test_pipeline_stages(saved):
+    edit_file(
+        model(saved), lambda root: root.update(checkpoint_parallel_dimensions={"pp_degree": 2})
+    )
+
+    refused(saved, "2 pipeline stages", error=UnsupportedError)
 
 
 def test_no_model_file_at_all(saved):
@@ -394,6 +459,17 @@ def test_a_tensor_larger_than_can_be_counted(saved):
     refused(saved, "param_shapes[0]['up']", "does not exist", error=FormatError)
 
 
+def test_ranks_that_disagree_on_how_a_parameter_is_cut(saved):
+    def turn(root):
+        maps = root["universal_checkpoint_info"]["affine_map"]["params"]
+        for rank, entry in maps["^up$"]["ranks"].items():
+            entry["pieces"][0]["source"][0] = 9 * (1 - rank)
+
+    edit_file(model(saved, 1), turn)
+
+    refused(saved, "mp_rank_01", "tensor 'up'", "is cut another way than", "mp_rank_00")
+
+
 @pytest.mark.parametrize(
     ("shared", "words"),
     [
@@ -471,6 +547,106 @@ def test_buffers_are_held_by_every_rank(saved):
     assert mask.kind == "buffer"
     assert gather(catalog, mask.states["weight"]).ravel().tolist() == [1, 0, 1]
     assert not catalog.findings
+
+
+# What is not a lie, but rare.
+
+
+def test_a_parameter_that_is_in_no_model_file_has_its_masters(saved):
+    for tp in range(2):
+        edit_file(model(saved, tp), lambda root: root["module"].pop("down") and None)
+    catalog = read_catalog(saved)
+    entry = next(tensor for tensor in catalog.tensors if tensor.name == "down")
+
+    assert [(f.severity, f.kind) for f in catalog.findings] == [("warning", "no-weight")]
+    assert list(entry.states) == ["fp32", "exp_avg", "step"]
+
+
+def test_a_state_dict_may_hold_what_is_no_tensor(saved):
+    edit_file(model(saved), lambda root: root["module"].update(_extra_state=b"abc"))
+    values = read_catalog(saved).values
+
+    assert values["model"]["module['_extra_state']"] == {"bytes": "YWJj"}
+
+
+def test_a_value_with_a_large_tensor_is_told_of(saved):
+    large = Array("float32", (20_000,), bytes(80_000))
+    edit_file(model(saved), lambda root: root.update(ema=large))
+    catalog = read_catalog(saved)
+
+    assert [(f.severity, f.kind) for f in catalog.findings] == [("warning", "not-carried")]
+    assert "step/mp_rank_00_model_states.pt: ema" in catalog.findings[0].message
+
+
+def scale_norm(root):
+    maps = root["universal_checkpoint_info"]["affine_map"]["params"]
+    for entry in maps["^norm$"]["ranks"].values():
+        entry["pieces"][0]["scale"] = 0.5
+
+
+def test_the_states_of_a_scaled_parameter_carry_the_power_of_the_scale(tmp_path):
+    """A gradient is scaled by the reciprocal: Adam's first moment with it, the second twice."""
+    states = {s: np.ones(3, np.float32) for s in ("weight", "fp32", "exp_avg", "exp_avg_sq")}
+    run = ZeroRun(2, 2, {"norm": Parameter((3,), states)})
+    write_zero_run(tmp_path / "run", run)
+    for tp in range(2):
+        edit_file(model(tmp_path / "run", tp), scale_norm)
+    (norm,) = read_catalog(tmp_path / "run").tensors
+
+    scales = {
+        state: {piece.scale for piece in entry.layout.all_pieces}
+        for state, entry in norm.states.items()
+    }
+    assert scales == {
+        "weight": {Fraction(1, 2)},
+        "fp32": {Fraction(1, 2)},
+        "exp_avg": {Fraction(2)},
+        "exp_avg_sq": {Fraction(4)},
+        "step": {Fraction(1)},
+    }
+
+
+def test_a_state_of_a_scaled_parameter_that_scales_in_an_unknown_way(tmp_path):
+    states = {s: np.ones(3, np.float32) for s in ("weight", "fp32", "momentum_buffer")}
+    write_zero_run(tmp_path / "run", ZeroRun(1, 2, {"norm": Parameter((3,), states)}))
+    for tp in range(2):
+        edit_file(model(tmp_path / "run", tp), scale_norm)
+
+    words = ("tensor 'norm'", "scaled by 1/2", "'momentum_buffer'")
+    refused(tmp_path / "run", *words, error=UnsupportedError)
+
+
+def test_frozen_parameters_that_the_module_leaves_out_are_read_from_their_fragments(recorded):
+    folder = recorded / "aligned_frozen_z2"
+    before = gather_all(read_catalog(folder))
+    edit_file(model(folder), lambda root: root["module"].pop("base.weight") and None)
+    after = gather_all(read_catalog(folder))
+
+    assert np.array_equal(before["base.weight/weight"], after["base.weight/weight"])
+
+
+def test_a_frozen_fragment_of_another_shape(recorded):
+    folder = recorded / "aligned_frozen_z2"
+    edit_file(model(folder), lambda root: root["frozen_param_shapes"].update({"empty": (1, 3)}))
+
+    refused(folder, "frozen_param_fragments['empty']", "(0, 3)", "(1, 3)")
+
+
+def test_copies_that_deepspeed_averages_are_noted(saved):
+    info = {
+        "tp_replicated_parameter_patterns": ["^wte$"],
+        "parameter_to_average_patterns": ["^norm$"],
+        "parameter_with_row_parallelism_patterns": ["^down$"],
+    }
+    for tp in range(2):
+        edit_file(model(saved, tp), lambda root: root.update(universal_checkpoint_info=info))
+    before = gather_all(read_catalog(saved))
+
+    assert kinds(saved) == [("note", "averaged")]
+    expected = parameters()
+    for name, parameter in expected.items():
+        found = before[f"{name}/exp_avg"].view(np.float32)[..., 0]
+        assert np.array_equal(found, parameter.states["exp_avg"].reshape(parameter.shape))
 
 
 # Everything, everywhere.

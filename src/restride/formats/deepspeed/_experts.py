@@ -122,6 +122,11 @@ def _placement(entry: Field, count: int) -> _Placement:
             f"is for {placed} experts on {len(placement)} ranks, the layer has {count} on {ranks}",
             where=stored.where,
         )
+    held = {expert for row in placement for expert in row}
+    if held != set(range(count)) or any(len(set(row)) < len(row) for row in placement):
+        raise CorruptError(
+            f"does not place each of {count} experts, at most once on a rank", where=stored.where
+        )
     _check_files_name_experts(placement, local, stored)
     return placement
 

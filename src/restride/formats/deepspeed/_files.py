@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from restride.errors import ExecutionError, FormatError, UnsupportedError
+from restride.errors import CorruptError, ExecutionError, FormatError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,12 +127,18 @@ def list_files(path: Path, below: str) -> TagFolder:
     """Sort the files of a tag folder by what their names say.
 
     Raises:
+        CorruptError: Two names are of one rank.
         UnsupportedError: The names tell of something that cannot be read yet.
     """
     folder = TagFolder(path, below)
     for name in _names(path):
         if match := _MODEL.fullmatch(name):
-            folder.models[int(match[1])] = name
+            if folder.models.setdefault(int(match[1]), name) != name:
+                raise CorruptError(
+                    f"has two model files of tp rank {int(match[1])}: "
+                    f"{folder.models[int(match[1])]} and {name}",
+                    where=str(path),
+                )
         elif match := _OPTIMIZER.fullmatch(name):
             folder.optimizers.append(
                 OptimizerFile(name, match[1], dp=int(match[2]), tp=int(match[3]))

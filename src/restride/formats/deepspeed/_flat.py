@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from restride.errors import CorruptError
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._optimizer import Group
 
 __all__ = ["Fragment", "Slot", "check_partition", "fragments_of", "lay_out"]
+
+# DeepSpeed pads a buffer to a multiple of two elements for each partition; nothing pads more.
+_MOST_PADDING: Final = 4096
 
 MappingOrder: TypeAlias = Literal["flat", "group"]
 
@@ -130,6 +133,12 @@ def check_partition(
     if width * count < end:
         raise CorruptError(
             f"{count} partitions of {width} elements cannot hold the {end} elements that "
+            "param_shapes lists",
+            where=group.where,
+        )
+    if width * count - end > _MOST_PADDING * count:
+        raise CorruptError(
+            f"{count} partitions of {width} elements are far more than the {end} elements that "
             "param_shapes lists",
             where=group.where,
         )

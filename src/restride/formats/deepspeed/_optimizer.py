@@ -136,29 +136,22 @@ def _stage(stored: Field | None) -> int | None:
     return stored.integer()
 
 
-@dataclass(frozen=True, slots=True)
-class _OwnState:
-    """The state of the wrapped optimizer for one group."""
-
-    stored: Field | None
-    is_padded: bool
-
-
-def _own_states(base: Field, count: int) -> tuple[list[_OwnState], tuple[Field, ...]]:
+def _own_states(base: Field, count: int) -> tuple[list[Field | None], tuple[Field, ...]]:
+    """State of the wrapped optimizer for each group, None before the first step."""
     if base.is_sequence:  # elastic: one dict per group, with the padding cut off
         listed = base.elements()
         if len(listed) != count:
             raise CorruptError(
                 f"has {len(listed)} groups, {FLAT_FP32} has {count}", where=base.where
             )
-        return [_OwnState(entry, is_padded=False) for entry in listed], ()
+        return list(listed), ()
     hyper = base.at("param_groups").elements()
     if len(hyper) != count:
         raise CorruptError(
             f"has {len(hyper)} param_groups, {FLAT_FP32} has {count}", where=base.where
         )
     states = dict(base.at("state").numbered())
-    own: list[_OwnState] = []
+    own: list[Field | None] = []
     for entry in hyper:
         numbers = entry.at("params").integers()
         if len(numbers) != 1:
@@ -166,8 +159,7 @@ def _own_states(base: Field, count: int) -> tuple[list[_OwnState], tuple[Field, 
                 f"has {len(numbers)} parameters, the flat partition of a group is one",
                 where=f"{entry.where}['params']",
             )
-        # A group that has never been stepped has no state.
-        own.append(_OwnState(states.pop(numbers[0], None), is_padded=True))
+        own.append(states.pop(numbers[0], None))
     if states:
         raise CorruptError(
             f"has states of parameters {sorted(states)[:8]}, which no group has", where=base.where
@@ -180,15 +172,14 @@ def _rank_name(dp: int, tp: int) -> str:
 
 
 def _read_group(
-    state: Field, number: int, flat: Field, own: _OwnState, *, is_lean: bool, where: str
+    state: Field, number: int, flat: Field, own: Field | None, *, is_lean: bool, where: str
 ) -> Group:
     padding = _per_group(state, "group_paddings", number)
     padding_numel = padding.integer() if padding else 0
     master_numel = _flat_numel(flat)
     partition_numel = master_numel + padding_numel if is_lean else master_numel
     arrays, scalars, others = {"fp32": flat.tensor()}, {}, {}
-    expected = partition_numel if own.is_padded else master_numel
-    for stored_key, entry in own.stored.items() if own.stored else ():
+    for stored_key, entry in own.items() if own else ():
         # Our own two names mean the weights; no optimizer calls a state so, but a file may.
         key = f"optimizer_{stored_key}" if stored_key in {"fp32", "weight"} else stored_key
         value = entry.value
@@ -196,7 +187,7 @@ def _read_group(
             others[key] = entry
         elif not value.shape:
             scalars[key] = value
-        elif value.shape == (expected,):
+        elif value.shape in {(partition_numel,), (master_numel,)}:
             _flat_numel(entry)
             arrays[key] = value
         else:

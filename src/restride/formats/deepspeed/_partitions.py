@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
+from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError
 from restride.formats.deepspeed._flat import check_partition, fragments_of, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from restride.algebra.layout import Shape
     from restride.formats.deepspeed._experts import ExpertParameter
@@ -97,7 +98,25 @@ def read_partitions(run: Run, experts: Mapping[str, ExpertParameter]) -> Partiti
             "the weights agree with; ds_to_universal mixes the parameters up"
         )
         run.findings.append(Finding("warning", "slice-mapping-order", message))
+    run.findings.extend(_uncut(run))
     return found
+
+
+def _uncut(run: Run) -> Iterator[Finding]:
+    """Tell of optimizer states that belong to no parameter: they are carried as values."""
+    seen: set[tuple[int, str]] = set()
+    for zero in run.zeros.values():
+        for number, group in enumerate(zero.groups):
+            for name, entry in group.others.items():
+                if isinstance(entry.value, StoredTensor) and (number, name) not in seen:
+                    seen.add((number, name))
+                    yield Finding(
+                        "warning",
+                        "uncut-state",
+                        f"{entry.where} has shape {entry.value.shape}, the flat partition has "
+                        f"{group.partition_numel} elements: the state is of no parameter",
+                        zero.name,
+                    )
 
 
 class _Reader:

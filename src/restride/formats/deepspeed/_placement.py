@@ -29,13 +29,20 @@ if TYPE_CHECKING:
     from restride.algebra.mesh import Mesh
     from restride.formats.deepspeed._fields import Field
 
-__all__ = ["Placement"]
+__all__ = [
+    "AVERAGED",
+    "REPLICATED",
+    "ROW_PARALLEL",
+    "TWO_SUB_PARAMS",
+    "VOCABULARY",
+    "Placement",
+]
 
-_REPLICATED: Final = "tp_replicated_parameter_patterns"
-_AVERAGED: Final = "parameter_to_average_patterns"
-_ROW_PARALLEL: Final = "parameter_with_row_parallelism_patterns"
-_TWO_SUB_PARAMS: Final = "parameter_with_2_sub_params_cat_dim_0"
-_VOCABULARY: Final = "vocabulary_parameter_patterns"
+REPLICATED: Final = "tp_replicated_parameter_patterns"
+AVERAGED: Final = "parameter_to_average_patterns"
+ROW_PARALLEL: Final = "parameter_with_row_parallelism_patterns"
+TWO_SUB_PARAMS: Final = "parameter_with_2_sub_params_cat_dim_0"
+VOCABULARY: Final = "vocabulary_parameter_patterns"
 _UNSUPPORTED: Final = "autotp_unsupported_parameter_patterns"
 _MATRIX: Final = 2
 
@@ -78,22 +85,22 @@ class Placement:
             )
         self._categories = PatternTable(
             (pattern, category)
-            for category in (_REPLICATED, _AVERAGED, _ROW_PARALLEL, _TWO_SUB_PARAMS)
+            for category in (REPLICATED, AVERAGED, ROW_PARALLEL, TWO_SUB_PARAMS)
             for pattern in _texts(info.get(category))
         )
         self._vocabulary = PatternTable(
-            (pattern, _VOCABULARY) for pattern in _texts(info.get(_VOCABULARY))
+            (pattern, VOCABULARY) for pattern in _texts(info.get(VOCABULARY))
         )
         self._sub_params = PatternTable(read_sub_params(info))
         rows = info.get("original_vocab_size")
         self._vocabulary_rows = None if rows is None else rows.integer()
         self._has_categories = all(
-            info.get(category) is not None for category in (_REPLICATED, _ROW_PARALLEL)
+            info.get(category) is not None for category in (REPLICATED, ROW_PARALLEL)
         )
 
     def is_averaged(self, name: str) -> bool:
         """Whether ranks are known to hold copies that drift, which DeepSpeed averages."""
-        return any(category == _AVERAGED for _, category in self._categories.find(name))
+        return any(category == AVERAGED for _, category in self._categories.find(name))
 
     def layout(self, name: str, shapes: Sequence[Shape]) -> Layout:
         """Describe how a parameter is cut.
@@ -139,11 +146,11 @@ class Placement:
         if parts and not found:
             return parts[0][1].layout(shapes, self._mesh)
         category = found[0] if found else None
-        if category in {_REPLICATED, _AVERAGED}:
+        if category in {REPLICATED, AVERAGED}:
             return _replicas(shapes, self._mesh, self._place(name))
-        if category == _ROW_PARALLEL:
+        if category == ROW_PARALLEL:
             return self._joined(name, shapes, 1)
-        if category == _TWO_SUB_PARAMS:
+        if category == TWO_SUB_PARAMS:
             return _two_halves(shapes, self._mesh)
         if not self._has_categories:
             raise UnsupportedError(
@@ -151,7 +158,7 @@ class Placement:
                 f"shards of shapes {', '.join(map(str, shapes))}",
                 where=self._place(name),
                 remedy="universal_checkpoint_info with an affine_map, or with "
-                f"{_ROW_PARALLEL} and {_REPLICATED}, would say it",
+                f"{ROW_PARALLEL} and {REPLICATED}, would say it",
             )
         return self._joined(name, shapes, 0)
 

@@ -78,7 +78,7 @@ def read_values(
 def _model_fields(root: Field, extras: Sequence[Field]) -> dict[str, Field]:
     fields = {key: entry for key, entry in root.items() if key not in _model.CONSUMED_KEYS}
     # State dicts may hold objects, such as the extra state of a module.
-    return fields | {f"module.{extra.where.split(': module', 1)[-1]}": extra for extra in extras}
+    return fields | {f"module{extra.where.split(': module', 1)[-1]}": extra for extra in extras}
 
 
 def _optimizer_fields(zero: ZeroFile) -> dict[str, Field]:
