@@ -184,3 +184,7 @@ def test_loops_that_meet_in_too_many_ways_are_refused():
 
     with pytest.raises(UnsupportedError, match="30 and 30 loops"):
         join(Walk((0,), loops), Walk((7,), loops))
+    with pytest.raises(UnsupportedError, match="60 loops reach one value"):
+        fix(Walk((0, 0), ((2, 1, 1),) * 60), 0, 30)
+    with pytest.raises(UnsupportedError, match="40 loops reach one value"):
+        fix(Walk((0,), tuple((2, 10**9 + 2**number) for number in range(40))), 0, 20 * 10**9 + 7)

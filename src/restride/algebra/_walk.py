@@ -7,13 +7,18 @@ caller: (full, rank, shard) for pieces, (shard, file element) for copies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from math import gcd, prod
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from restride.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 __all__ = ["Addresses", "Digit", "Digits", "Walk", "coalesce", "fix", "moved"]
+
+# Loops that reach over each other can have one value in exponentially many ways.
+_MOST_PROBLEMS: Final = 100_000
 
 Addresses: TypeAlias = tuple[int, ...]
 """One number for each address: where a walk stands, or how far a step goes."""
@@ -90,6 +95,9 @@ def fix(walk: Walk, address: int, value: int) -> list[Walk]:
         One walk for every way to reach the value: none, one, or several where the loops that move
         the address reach over each other.
 
+    Raises:
+        UnsupportedError: The loops reach the value in a hundred thousand ways.
+
     Cost:
         O(loops) where each stride exceeds the reach of the smaller ones, as on every mesh.
 
@@ -112,19 +120,35 @@ def moved(bases: Addresses, steps: int, strides: Addresses) -> Addresses:
     return tuple([base + steps * stride for base, stride in zip(bases, strides, strict=True)])
 
 
-def _solved(bases: Addresses, moving: list[Digit], address: int, value: int) -> Iterator[Addresses]:
+def _solved(bases: Addresses, moving: list[Digit], address: int, value: int) -> list[Addresses]:
     """Bases after the loops in `moving`, by falling stride, have brought an address to a value."""
-    distance = value - bases[address]
-    if not moving:
-        if not distance:
-            yield bases
-        return
-    (extent, *strides), lower = moving[0], moving[1:]
-    stride = strides[address]
-    steps = [(digit[0] - 1) * digit[1 + address] for digit in lower]
-    down, up = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
-    # The lower loops reach [down, up], so distance - index * stride has to be in there.
-    bounds = (distance - up, distance - down) if stride > 0 else (down - distance, up - distance)
-    lowest, highest = -(-bounds[0] // abs(stride)), bounds[1] // abs(stride)
-    for index in range(max(0, lowest), min(extent - 1, highest) + 1):
-        yield from _solved(moved(bases, index, tuple(strides)), lower, address, value)
+    # What the last n loops can add: between low[n] and high[n], in multiples of common[n].
+    low, high, common = [0], [0], [0]
+    for digit in reversed(moving):
+        reach = (digit[0] - 1) * digit[1 + address]
+        low.append(low[-1] + min(reach, 0))
+        high.append(high[-1] + max(reach, 0))
+        common.append(gcd(common[-1], digit[1 + address]))
+    found: list[Addresses] = []
+    problems = 0
+    unsolved = [(bases, len(moving))]
+    while unsolved:
+        problems += 1
+        if problems > _MOST_PROBLEMS:
+            raise UnsupportedError(
+                f"{len(moving)} loops reach one value in more than {_MOST_PROBLEMS} ways"
+            )
+        at, left = unsolved.pop()
+        distance = value - at[address]
+        if not left:
+            found.append(at)
+        elif distance % common[left] == 0:
+            extent, *strides = moving[-left]
+            left -= 1
+            # What remains after the steps of this loop has to be in reach of the lower ones.
+            ends = distance - high[left], distance - low[left]
+            stride = strides[address]
+            first, last = ends if stride > 0 else ends[::-1]
+            steps = range(max(0, -(-first // stride)), min(extent - 1, last // stride) + 1)
+            unsolved.extend((moved(at, step, tuple(strides)), left) for step in reversed(steps))
+    return found
