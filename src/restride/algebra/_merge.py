@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from restride.algebra._walk import Addresses, Digit, Digits, Walk, coalesce, moved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["merge", "ordered"]
 
@@ -111,48 +111,67 @@ def _in_progression(items: list[_Item], may_be: _Rule) -> list[_Item]:
 
 def _continued(items: list[_Item]) -> list[_Item]:
     """Join walks that follow each other along one loop and are equal in all others."""
-    # Walks are known by number: two equal ones are a multiplicity, and both have to stay.
-    along: dict[tuple[Addresses, Digits], list[_Segment]] = {}
-    alone: dict[Digits, list[_Segment]] = {}
-    for number, (bases, digits) in enumerate(items):
-        alone.setdefault(digits, []).append((bases, 1, number))
-        for place, (extent, *strides) in enumerate(digits):
-            others = digits[:place] + digits[place + 1 :]
-            along.setdefault((tuple(strides), others), []).append((bases, extent, number))
-    left = set(range(len(items)))
+    standing = _Standing(items)
+    whole = {digits for _, digits in items}
     grown: list[_Item] = []
-    for (strides_of_loop, others), loops in along.items():
-        segments = loops + alone.get(others, [])
-        if len(segments) > 1:
-            for start, extent in _chains(segments, strides_of_loop, left):
-                grown.append((start, ordered(((extent, *strides_of_loop), *others))))
-    return [items[number] for number in sorted(left)] + grown
-
-
-_Segment: TypeAlias = tuple[Addresses, int, int]
-"""(where a loop starts, its extent, number of the walk)."""
-
-
-def _chains(
-    segments: list[_Segment], strides: Addresses, left: set[int]
-) -> Iterator[tuple[Addresses, int]]:
-    """Yield (start, extent) of segments that are joined, and take their walks out of `left`."""
-    starting: dict[Addresses, list[tuple[int, int]]] = {}
-    for start, extent, number in segments:
-        starting.setdefault(start, []).append((extent, number))
-    # In the order of walking, so that a chain is found from its first segment.
-    is_backwards = strides < (0,) * len(strides)
-    for start, extent, number in sorted(segments, reverse=is_backwards):
-        if number not in left:
+    for (strides, others), loops in standing.loops.items():
+        if len(loops) == 1 and others not in whole:
             continue
-        left.remove(number)
+        # In the order of walking, so that a chain is found from its first loop.
+        is_backwards = strides < (0,) * len(strides)
+        for start, extent, number in sorted(loops, reverse=is_backwards):
+            if number in standing.left:
+                first, total = standing.chain(number, start, extent, strides, others)
+                if total > extent:
+                    grown.append((first, ordered(((total, *strides), *others))))
+    return standing.rest() + grown
+
+
+class _Standing:
+    """Walks by their loops and where these start, and which walks are still there.
+
+    Walks are known by number: two equal ones are a multiplicity, and both have to stay.
+    """
+
+    __slots__ = ("_items", "_starting", "left", "loops")
+
+    def __init__(self, items: list[_Item]) -> None:
+        self.left = set(range(len(items)))
+        self.loops: dict[tuple[Addresses, Digits], list[tuple[Addresses, int, int]]] = {}
+        self._items = items
+        self._starting: dict[tuple[Addresses, Addresses, Digits], list[tuple[int, int]]] = {}
+        for number, (bases, digits) in enumerate(items):
+            # A walk without the loop is one step of it.
+            self._starting.setdefault((bases, (), digits), []).append((1, number))
+            for place, (extent, *rest) in enumerate(digits):
+                strides, others = tuple(rest), digits[:place] + digits[place + 1 :]
+                self.loops.setdefault((strides, others), []).append((bases, extent, number))
+                self._starting.setdefault((bases, strides, others), []).append((extent, number))
+
+    def chain(
+        self, number: int, start: Addresses, extent: int, strides: Addresses, others: Digits
+    ) -> tuple[Addresses, int]:
+        """Take what goes on with a loop, at its end and step by step at its start."""
+        self.left.remove(number)
         total = extent
-        while follower := next(
-            (one for one in starting.get(moved(start, total, strides), ()) if one[1] in left), None
-        ):
-            left.remove(follower[1])
-            total += follower[0]
-        if total > extent:
-            yield start, total
-        else:
-            left.add(number)
+        after, before = moved(start, total, strides), moved(start, -1, strides)
+        while taken := self._take(after, strides, others) or self._take(after, (), others):
+            total += taken
+            after = moved(start, total, strides)
+        while self._take(before, (), others):
+            start, before = before, moved(before, -1, strides)
+            total += 1
+        if total == extent:
+            self.left.add(number)
+        return start, total
+
+    def rest(self) -> list[_Item]:
+        """Walks that neither grew nor were taken by another one."""
+        return [self._items[number] for number in sorted(self.left)]
+
+    def _take(self, start: Addresses, strides: Addresses, others: Digits) -> int:
+        for extent, number in self._starting.get((start, strides, others), ()):
+            if number in self.left:
+                self.left.remove(number)
+                return extent
+        return 0
