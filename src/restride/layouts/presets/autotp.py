@@ -1,0 +1,186 @@
+"""The AutoTP layout of every parameter of a model, from its ``config.json`` alone."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from restride.errors import LayoutError, RuleError
+from restride.layouts._arguments import MeshAxis, as_shape, find_mesh_axis
+from restride.layouts.presets._config import read_settings
+from restride.layouts.presets._families import FAMILIES, Family
+from restride.layouts.presets._rules import Rule, apply_rules
+from restride.layouts.replicated import replicated
+from restride.layouts.sizes import autotp_sizes
+from restride.layouts.split import split
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from restride.algebra.layout import Layout, Shape
+    from restride.algebra.mesh import MeshLike
+    from restride.layouts.presets._config import Settings
+
+__all__ = ["autotp_layouts", "known_models"]
+
+_HEADS = ("lm_head", "embed_out")
+
+
+def known_models() -> tuple[str, ...]:
+    """Name the model types that have a preset.
+
+    Examples:
+        >>> "llama" in known_models()
+        True
+    """
+    return tuple(FAMILIES)
+
+
+def autotp_layouts(
+    config: Mapping[str, object],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    mesh: MeshLike,
+    axis: str | None = None,
+    grain: int = 1,
+    plan: bool | None = None,
+) -> dict[str, Layout]:
+    """Find how DeepSpeed's AutoTP cuts every parameter of a model.
+
+    Args:
+        config: Content of the model's ``config.json``.
+        shapes: Shape of each full parameter, by name.
+        mesh: The ranks.
+        axis: Mesh axis that is cut, by default the only one.
+        grain: DeepSpeed's `tp_grain_size`.
+        plan: Whether transformers' tensor-parallel plan is followed; by default it is where there
+            is one that DeepSpeed accepts, as the engine does. CodeGen's plan cuts its fused weight
+            against its heads: an engine that trains it rightly has had the plan taken away.
+
+    Returns:
+        A layout for every name of `shapes`, in its order. What AutoTP does not touch is whole on
+        every rank, and so is everything on one rank.
+
+    Raises:
+        RuleError: The model type is unknown or refused by AutoTP, the config lacks a number, no
+            parameter is one that the preset cuts, or a layout refuses its shape or these ranks.
+        LayoutError: A shape or a number is none.
+
+    Examples:
+        >>> config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3}
+        >>> k = autotp_layouts(config, {"model.layers.0.self_attn.k_proj.weight": (12, 16)},
+        ...                    mesh={"tp": 2})["model.layers.0.self_attn.k_proj.weight"]
+        >>> k.shard_shape(0), k.shard_shape(1)
+        ((8, 16), (4, 16))
+    """
+    target = find_mesh_axis(mesh, axis)
+    sizes = {name: as_shape(shape) for name, shape in shapes.items()}
+    family = _find_family(config)
+    if target.size == 1:
+        return {name: replicated(shape, mesh=target.mesh) for name, shape in sizes.items()}
+    rules = _choose_rules(family, plan=plan)
+    settings = read_settings(config, grain=grain, required=family.required)
+    cut: dict[str, Layout] = {}
+    if rules is family.plan:
+        cut |= _tied(config, family, sizes, target, settings)
+    known: dict[tuple[str, Shape], Layout | None] = {}
+    for name, shape in sizes.items():
+        if name in cut:
+            continue
+        # Layers repeat: what differs is the number of the layer.
+        key = ".".join("#" if part.isdecimal() else part for part in name.split(".")), shape
+        if key not in known:
+            known[key] = apply_rules(rules, name, shape, target, settings)
+        found = known[key]
+        if found is not None:
+            cut[name] = found
+    if sizes and not cut:
+        some = next(iter(sizes))
+        raise RuleError(
+            f"none of the {len(sizes)} parameters, such as {some!r}, is one that the preset "
+            f"{family.model_type} cuts",
+            remedy=_how_to_write(some),
+        )
+    return {
+        name: cut[name] if name in cut else replicated(shape, mesh=target.mesh)
+        for name, shape in sizes.items()
+    }
+
+
+def _find_family(config: Mapping[str, object]) -> Family:
+    model_type = config.get("model_type")
+    if type(model_type) is not str:
+        raise RuleError(
+            f"the config names no 'model_type', found {model_type!r}",
+            remedy=f"known are {', '.join(FAMILIES)}",
+        )
+    family = FAMILIES.get(model_type.lower())
+    if family is None:
+        near = get_close_matches(model_type.lower(), FAMILIES, n=1, cutoff=0)
+        raise RuleError(
+            f"there is no preset for model type {model_type!r}, the nearest is {near[0]!r}",
+            remedy=_how_to_write("model.layers.0.self_attn.o_proj.weight")
+            + f"; known are {', '.join(FAMILIES)}",
+        )
+    return family
+
+
+def _how_to_write(name: str) -> str:
+    pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+    return (
+        "write a rule file, with one table for each kind of parameter: "
+        f'[[rules]] match = "{pattern}" layout = "row"'
+    )
+
+
+def _choose_rules(family: Family, *, plan: bool | None) -> tuple[Rule, ...]:
+    if family.names is None:
+        raise RuleError(
+            f"{family.refused} on two and more tensor-parallel ranks",
+            remedy="write a rule file with the layouts conv1d-column and conv1d-row, or your own",
+        )
+    if plan and family.plan is None:
+        raise RuleError(
+            family.refused or f"transformers has no tensor-parallel plan for {family.model_type}",
+            remedy="pass plan=False for the cut by class and name",
+        )
+    return family.names if family.plan is None or plan is False else family.plan
+
+
+def _tied(
+    config: Mapping[str, object],
+    family: Family,
+    shapes: Mapping[str, Shape],
+    target: MeshAxis,
+    settings: Settings,
+) -> dict[str, Layout]:
+    """Cut an embedding that shares its weight with the output head along the vocabulary.
+
+    DeepSpeed does that wherever transformers' plan is followed, and leaves both whole where a rank
+    would get no row.
+    """
+    heads = [name for name in shapes if name.split(".")[-2:-1] and name.split(".")[-2] in _HEADS]
+    embeddings = [n for n in shapes if family.embedding and family.embedding.matches(n)]
+    weights = [name for name in heads if name.endswith(".weight")]
+    said = config.get("tie_word_embeddings")
+    is_tied = said if isinstance(said, bool) else not weights
+    if not is_tied or len(embeddings) != 1:
+        return {}
+    rows = shapes[embeddings[0]][0]
+    try:
+        widths = autotp_sizes(
+            rows, target.size, heads=settings.heads, grain=settings.grain, name=_HEADS[0]
+        )
+        if 0 in widths:
+            raise RuleError("a rank would get no row")
+    except LayoutError:
+        widths = None
+    layouts: dict[str, Layout] = {}
+    for name in (*embeddings, *heads):
+        whole = replicated(shapes[name], mesh=target.mesh)
+        layouts[name] = (
+            split(shapes[name], mesh=target.mesh, sizes=widths, axis=target.name)
+            if widths and shapes[name][:1] == (rows,)
+            else whole
+        )
+    return layouts
