@@ -148,7 +148,8 @@ def test_coalescing_keeps_the_steps_and_their_order(walk):
 
 
 @given(walks(3))
-def test_the_reach_of_a_walk_is_tight(walk):
+def test_the_reach_of_a_walk_is_tight_and_its_steps_are_counted(walk):
+    assert walk.numel == len(list(walk_addresses(walk)))
     for address in range(3):
         values = [step[address] for step in walk_addresses(walk)]
 

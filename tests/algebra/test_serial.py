@@ -264,7 +264,7 @@ def test_a_file_from_the_future_says_what_to_install():
         changed("mesh", {f"a{number}": 1 for number in range(100)}),
         changed("layouts/L2/full", [1] * 100),
         changed(f"{PIECE}/2/axes", [[2, 0, 0, 1]] * 100),
-        changed("layouts/L2/shards", [[1, [2, 3]]] * 2**19),
+        changed("layouts/L2/shards", [[1, [2, 3]]] * 2**17),
         json.dumps(
             valid()
             | {
