@@ -80,7 +80,7 @@ def test_a_layout_without_a_mesh_of_its_own_needs_one_from_elsewhere():
 def test_the_file_reads_as_documented():
     rows = Piece((Axis(8, 1024, 1, 0), Axis(8192, 8192, 0, 1024), Axis(1024, 1, 0, 1)))
     columns = Layout.of({"tp": 8}, (8192, 8192), [(8192, 1024)] * 8, [rows])
-    name = "model.layers.0.self_attn.o_proj.weight"
+    name = "modèle.layers.0.self_attn.o_proj.weight"
 
     text = write_map(MapFile(as_mesh("tp=8"), {name: columns, "other": columns}))
 

@@ -94,7 +94,7 @@ def write_map(content: MapFile) -> str:
     tensors = {name: identifiers[layout] for name, layout in content.tensors.items()}
     text = (
         f'{{"format": "{_WRITTEN}",\n'
-        f'"mesh": {json.dumps(dict(content.mesh.axes))},\n'
+        f'"mesh": {_text(dict(content.mesh.axes))},\n'
         f'"layouts": {_lines(layouts)},\n'
         f'"tensors": {_lines(tensors)}}}\n'
     )
@@ -153,11 +153,12 @@ def layout_to_json(layout: Layout, *, mesh: Mesh | None = None) -> dict[str, obj
         mesh: Mesh that a reader will know from elsewhere; it is left out where it is the same.
 
     Examples:
-        >>> layout_to_json(Layout.of({"tp": 2}, (4,), [(2,)] * 2, [Piece((Axis(2, 2, 1, 0),
-        ...                                                             Axis(2, 1, 0, 1)))]))
-        ... # doctest: +NORMALIZE_WHITESPACE
-        {'mesh': {'tp': 2}, 'full': [4], 'shards': [[2, [2]]],
-         'pieces': [{'axes': [[2, 2, 1, 0], [2, 1, 0, 1]], 'base': [0, 0, 0]}]}
+        >>> halves = Piece((Axis(2, 2, 1, 0), Axis(2, 1, 0, 1)))
+        >>> value = layout_to_json(Layout.of({"tp": 2}, (4,), [(2,)] * 2, [halves]))
+        >>> value["mesh"], value["full"], value["shards"]
+        ({'tp': 2}, [4], [[2, [2]]])
+        >>> value["pieces"]
+        [{'axes': [[2, 2, 1, 0], [2, 1, 0, 1]], 'base': [0, 0, 0]}]
     """
     value: dict[str, object] = {}
     if layout.mesh != mesh:
@@ -348,5 +349,10 @@ def _lines(entries: Mapping[str, object]) -> str:
     """An object with one member on a line, so that `grep` finds a tensor."""
     if not entries:
         return "{}"
-    members = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in entries.items())
+    members = (f"{_text(name)}: {_text(value)}" for name, value in entries.items())
     return "{\n" + ",\n".join(members) + "}"
+
+
+def _text(value: object) -> str:
+    """JSON in which names are themselves, not escaped."""
+    return json.dumps(value, ensure_ascii=False)
