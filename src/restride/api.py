@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -15,7 +15,7 @@ from restride.checkpoint.catalog import Finding
 from restride.checkpoint.dtypes import dtype_named
 from restride.checkpoint.output import Output, OutputFile
 from restride.checkpoint.proofs import prove_catalog
-from restride.checkpoint.selection import select_optimizer, select_weights
+from restride.checkpoint.selection import COPIED, select_optimizer, select_weights
 from restride.errors import UnsupportedError
 from restride.executors.drift import DriftTable
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from restride.algebra.mesh import Mesh
     from restride.checkpoint.catalog import Catalog, Severity
     from restride.checkpoint.dtypes import DType
-    from restride.checkpoint.selection import Selected, States
+    from restride.checkpoint.selection import Selected, States, Target
     from restride.executors.events import Observer
     from restride.planning.plan import Plan, Replicas
     from restride.storage.atomic import AtomicDirectory
 
 __all__ = ["CheckReport", "ConvertReport", "check", "convert", "open"]
 
+_Written: TypeAlias = "tuple[list[Selected], Output, tuple[Finding, ...]]"
 _DEFAULT_BUDGET_NBYTES: Final = 512 << 20
 _MOST_WORKERS: Final = 4
 
@@ -155,7 +156,7 @@ def convert(
     path: str | PathLike[str],
     out: str | PathLike[str],
     *,
-    to: Literal["safetensors"] = "safetensors",
+    to: Target = "safetensors",
     states: States = "weights",
     dtype: str | None = None,
     max_shard_nbytes: int | None = None,
@@ -166,17 +167,19 @@ def convert(
 ) -> ConvertReport:
     """Write a checkpoint in another form, bit for bit, within a memory budget.
 
-    ``model*.safetensors`` holds the weights under the names of the model. With all states,
-    ``optimizer*.safetensors`` holds the rest as ``TENSOR/STATE``, and ``state.json`` what is not a
-    tensor. The output appears under its name when it is complete and durable, or not at all.
+    As safetensors, ``model*.safetensors`` holds the weights under the names of the model. With all
+    states, ``optimizer*.safetensors`` holds the rest as ``TENSOR/STATE``, and ``state.json`` what
+    is not a tensor. As a universal folder of DeepSpeed it holds all states, one file each, and
+    ``load_checkpoint(out)`` of an engine with ``load_universal`` resumes from it. The output
+    appears under its name when it is complete and durable, or not at all.
 
     Args:
         path: As for `open`.
         out: Folder to write.
         to: Format of the output.
-        states: Only the weights, or everything.
-        dtype: Type of the weights, where it is not the one they were trained in.
-        max_shard_nbytes: Largest file; a larger model is split, with an index.
+        states: Only the weights, or everything. A universal folder always has everything.
+        dtype: Type of the weights in safetensors, where it is not the one they were trained in.
+        max_shard_nbytes: Largest file of safetensors; a larger model is split, with an index.
         budget_nbytes: Most memory for plan and buffers.
         replicas: What to do where ranks hold different copies of the same elements: refuse, take
             the lowest rank's, or take the mean.
@@ -194,11 +197,18 @@ def convert(
         ReplicaError: Replicas differ and `replicas` says to check.
     """
     started = time.perf_counter()
-    if to != "safetensors":
-        raise UnsupportedError(f"cannot write {to!r}", remedy="the format to write is safetensors")
     catalog = open_catalog(path)
-    wanted = dtype_named(dtype) if dtype is not None else None
-    selected, output = _lay_out(catalog, states, wanted, max_shard_nbytes)
+    if to == "safetensors":
+        wanted = dtype_named(dtype) if dtype is not None else None
+        written = _lay_out_safetensors(catalog, states, wanted, max_shard_nbytes)
+    elif to == "universal":
+        _refuse_options(dtype=dtype, max_shard_nbytes=max_shard_nbytes)
+        written = _lay_out_universal(catalog)
+    else:
+        raise UnsupportedError(
+            f"cannot write {to!r}", remedy="formats to write are safetensors and universal"
+        )
+    selected, output, notes = written
     jobs = [
         Job(chosen.tensor, chosen.state, chosen.entry, target.layout, target.regions, target.dtype)
         for chosen, target in zip(selected, output.tensors, strict=True)
@@ -215,18 +225,18 @@ def convert(
     return ConvertReport(
         out=Path(out),
         files=tuple(file.name for file in output.files),
-        tensor_count=len(output.tensors),
+        tensor_count=sum(chosen.state != COPIED for chosen in selected),
         read_nbytes=read_nbytes,
         written_nbytes=plan.total_nbytes,
         projected_nbytes=plan.projected_nbytes,
         seconds=seconds,
-        findings=(*catalog.findings, *_drift_findings(catalog, table, decided=replicas)),
+        findings=(*catalog.findings, *notes, *_drift_findings(catalog, table, decided=replicas)),
     )
 
 
-def _lay_out(
+def _lay_out_safetensors(
     catalog: Catalog, states: States, dtype: DType | None, max_shard_nbytes: int | None
-) -> tuple[list[Selected], Output]:
+) -> _Written:
     """Describe the output files, and which state goes where, in the same order."""
     from restride.formats.safetensors import lay_out  # noqa: PLC0415 - only when it is written
 
@@ -241,7 +251,33 @@ def _lay_out(
         selected += moments
         values = msgspec.json.format(msgspec.json.encode(dict(catalog.values)), indent=1) + b"\n"
         outputs.append(Output((OutputFile("state.json", len(values), ((0, values),)),)))
-    return selected, Output.joined(outputs)
+    return selected, Output.joined(outputs), ()
+
+
+def _lay_out_universal(catalog: Catalog) -> _Written:
+    """The same for a universal folder, which only DeepSpeed's own checkpoints have all parts of."""
+    from restride.formats.deepspeed.companions import read_companions  # noqa: PLC0415
+    from restride.formats.universal import lay_out  # noqa: PLC0415 - only when it is written
+
+    if not catalog.format.startswith("deepspeed"):
+        raise UnsupportedError(
+            f"a universal folder cannot be made of {catalog.format}: it has no loader state, "
+            "scheduler and parameter groups",
+            where=catalog.root,
+            remedy="convert the DeepSpeed checkpoint itself",
+        )
+    written = lay_out(catalog, read_companions(catalog))
+    return list(written.sources), written.output, written.findings
+
+
+def _refuse_options(**given: object) -> None:
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise UnsupportedError(
+            f"a universal folder takes no {' and no '.join(named)}: it has every state as it is "
+            "stored, one file each",
+            remedy="leave it out, or convert with --to safetensors",
+        )
 
 
 def _targets(selected: list[Selected]) -> list[tuple[str, DType, tuple[int, ...]]]:

@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog, StateEntry, TensorEntry
     from restride.checkpoint.dtypes import DType
 
-__all__ = ["Selected", "States", "select_optimizer", "select_weights"]
+__all__ = ["COPIED", "Selected", "States", "Target", "select_optimizer", "select_weights"]
 
 States: TypeAlias = Literal["weights", "all"]
+Target: TypeAlias = Literal["safetensors", "universal"]
+
+COPIED: Final = "bytes"
 
 # What a cast can produce; everything else is copied or refused.
 _CAST_TARGETS: Final = ("float32", "bfloat16", "float16", "float64")
@@ -28,7 +31,7 @@ class Selected:
     Attributes:
         key: Name in the output.
         tensor: Name of the tensor.
-        state: Name of the state that is read.
+        state: Name of the state that is read; `COPIED` where it is a run of bytes of a file.
         entry: Where it is.
         dtype: Type to write.
     """

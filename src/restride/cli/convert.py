@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
@@ -16,15 +16,23 @@ from restride.cli.sizes import format_count, format_duration, format_rate, forma
 
 if TYPE_CHECKING:
     from restride.api import ConvertReport
+    from restride.checkpoint.selection import Target
     from restride.cli.output import Page
 
 __all__ = ["command", "show_report"]
+
+_MOST_SHOWN: Final = 12
 
 
 @click.command("convert")
 @click.argument("checkpoint")
 @click.argument("out")
-@click.option("--to", type=click.Choice(["safetensors"]), default="safetensors", help="Format.")
+@click.option(
+    "--to",
+    type=click.Choice(["safetensors", "universal"]),
+    default="safetensors",
+    help="Format: safetensors (default), or DeepSpeed's universal folder, with all states.",
+)
 @click.option(
     "--states",
     type=click.Choice(["weights", "all"]),
@@ -51,7 +59,7 @@ def command(
     checkpoint: str,
     out: str,
     *,
-    to: Literal["safetensors"],
+    to: Target,
     states: Literal["weights", "all"],
     dtype: str | None,
     max_shard_size: int | None,
@@ -98,8 +106,10 @@ def show_report(page: Page, report: ConvertReport, out: str) -> None:
         f"buffers below {format_size(report.projected_nbytes)}",
         "good",
     )
-    for name in report.files:
+    for name in report.files[:_MOST_SHOWN]:
         page.line(f"  {name}")
+    if len(report.files) > _MOST_SHOWN:
+        page.line(f"  ... and {len(report.files) - _MOST_SHOWN} more")
 
 
 def _to_json(report: ConvertReport) -> dict[str, object]:

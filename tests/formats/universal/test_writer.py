@@ -1,0 +1,487 @@
+"""Universal folders: every state whole in a file of its own, and what goes with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from restride import api
+from restride.checkpoint.catalog import Region, StateEntry, TensorEntry
+from restride.checkpoint.companions import Companions
+from restride.checkpoint.dtypes import DTYPES
+from restride.checkpoint.values import Constructed, StoredTensor
+from restride.errors import CorruptError, ReplicaError, UnsupportedError
+from restride.formats.deepspeed.companions import read_companions
+from restride.formats.universal import lay_out
+from restride.storage.torch_zip import open_torch_zip
+from restride.testing.command_line import run
+from restride.testing.saved_values import Array, edit_file
+from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
+
+ADAM = ("weight", "fp32", "exp_avg", "exp_avg_sq")
+OPTIMIZER_FILE = "step/zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"
+MODEL_FILE = "step/mp_rank_{:02d}_model_states.pt"
+
+
+def parameter(first, shape, cut=None, states=ADAM, group=0):
+    values = {
+        state: (first + 1000 * place + np.arange(prod(shape), dtype=np.float32)).reshape(shape)
+        for place, state in enumerate(states)
+    }
+    return Parameter(shape, values, cut, group)
+
+
+PARAMETERS = {
+    "embed.weight": parameter(0, (6, 4), (0, (4, 2))),
+    "down.weight": parameter(5_000, (3, 8), (1, (4, 4))),
+    "norm.weight": parameter(9_000, (5,)),
+}
+
+
+def written(folder, parameters=PARAMETERS, dp=2, tp=2, **options):
+    write_zero_run(folder, ZeroRun(dp, tp, dict(parameters), **options))
+    return folder
+
+
+def converted(source, out):
+    api.convert(source, out, to="universal")
+    return out / "step_universal"
+
+
+def value_of(path):
+    return open_torch_zip(path).value
+
+
+def array(tensor):
+    assert isinstance(tensor, StoredTensor)
+    dtype = np.dtype(tensor.storage.dtype.name)
+    content = np.fromfile(tensor.storage.file, np.uint8)[tensor.start_nbytes :]
+    return content[: prod(tensor.shape) * dtype.itemsize].view(dtype).reshape(tensor.shape)
+
+
+def files_below(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@given(dp=st.integers(1, 3), tp=st.integers(1, 3), seed=st.integers(0, 99))
+def test_every_state_is_whole_whatever_cut_it_had(tmp_path_factory, dp, tp, seed):
+    rng = np.random.default_rng(seed)
+    parameters = {"norm": parameter(0, (3,))}
+    for number in range(3):
+        widths = tuple(int(width) for width in rng.integers(1, 4, tp))
+        shape = (sum(widths), int(rng.integers(1, 5)))
+        cut = (0, widths) if number else None
+        parameters[f"layer.{number}"] = parameter(10_000 * (number + 1), shape, cut)
+    folder = tmp_path_factory.mktemp("run")
+    source = written(folder / "in", parameters, dp, tp)
+
+    top = converted(source, folder / "out")
+
+    for name, expected in parameters.items():
+        for state in ADAM[1:]:
+            content = value_of(top / "zero" / name / f"{state}.pt")
+            assert np.array_equal(array(content["param"]), expected.states[state])
+        assert array(value_of(top / "zero" / name / "step.pt")) == 2
+
+
+def test_the_files_are_those_that_an_engine_looks_for(tmp_path):
+    source = written(tmp_path / "in")
+
+    report = api.convert(source, tmp_path / "out", to="universal")
+
+    states = ("fp32", "exp_avg", "exp_avg_sq", "step")
+    assert files_below(tmp_path / "out") == {
+        "latest_universal",
+        "step_universal/mp_rank_00_model_states.pt",
+        "step_universal/mp_rank_01_model_states.pt",
+        "step_universal/zero/optimizer_state.pt",
+        *(f"step_universal/zero/{name}/{state}.pt" for name in PARAMETERS for state in states),
+    }
+    assert set(report.files) == files_below(tmp_path / "out")
+    assert report.tensor_count == 4 * len(PARAMETERS)
+    assert (tmp_path / "out" / "latest_universal").read_text() == "step_universal"
+
+
+def test_the_folder_of_a_tag_may_be_named_as_well(tmp_path):
+    source = written(tmp_path / "in")
+
+    api.convert(source / "step", tmp_path / "out", to="universal")
+
+    assert (tmp_path / "out" / "latest_universal").read_text() == "step_universal"
+
+
+def test_model_files_are_copied_byte_for_byte(tmp_path):
+    source = written(tmp_path / "in")
+
+    top = converted(source, tmp_path / "out")
+
+    for tp in range(2):
+        copied = top / f"mp_rank_{tp:02d}_model_states.pt"
+        assert copied.read_bytes() == (source / MODEL_FILE.format(tp)).read_bytes()
+
+
+def test_the_optimizer_keeps_everything_but_its_tensors(tmp_path):
+    source = written(tmp_path / "in")
+    loss_scaler = {"cur_scale": 1.5, "table": Array("int64", (2,), bytes(range(16)))}
+    edit_file(
+        source / OPTIMIZER_FILE.format(0, 0),
+        lambda value: value["optimizer_state_dict"].update(loss_scaler=loss_scaler),
+    )
+
+    top = converted(source, tmp_path / "out")
+
+    state = value_of(top / "zero" / "optimizer_state.pt")
+    assert set(state) == {
+        *("clip_grad", "ds_version", "group_paddings", "partition_count", "zero_stage"),
+        *("param_alignment_paddings", "loss_scaler", "param_groups"),
+    }
+    assert state["param_groups"] == [{"lr": 0.5, "params": [0]}]
+    assert (state["group_paddings"], state["partition_count"]) == ([0], [2])
+    assert array(state["loss_scaler"]["table"]).tobytes() == bytes(range(16))
+
+
+def test_states_keep_the_names_that_the_optimizer_gave_them(tmp_path):
+    states = ("weight", "fp32", "momentum_buffer")
+    source = written(tmp_path / "in", {"w": parameter(0, (4, 3), (0, (2, 2)), states)})
+
+    top = converted(source, tmp_path / "out")
+
+    assert files_below(top / "zero" / "w") == {"fp32.pt", "momentum_buffer.pt", "step.pt"}
+
+
+def test_a_step_that_is_a_plain_number_stays_one(tmp_path):
+    source = written(tmp_path / "in")
+    for dp in range(2):
+        for tp in range(2):
+            edit_file(
+                source / OPTIMIZER_FILE.format(dp, tp),
+                lambda value: value["optimizer_state_dict"]["base_optimizer_state"]["state"][
+                    0
+                ].update(step=7),
+            )
+
+    top = converted(source, tmp_path / "out")
+
+    assert all(value_of(top / "zero" / name / "step.pt") == 7 for name in PARAMETERS)
+
+
+def test_a_scalar_state_that_no_engine_can_load_is_told_of(tmp_path):
+    source = written(tmp_path / "in")
+    product = Array("float32", (), bytes(4))
+    for dp in range(2):
+        for tp in range(2):
+            edit_file(
+                source / OPTIMIZER_FILE.format(dp, tp),
+                lambda value: value["optimizer_state_dict"]["base_optimizer_state"]["state"][
+                    0
+                ].update(mu_product=product),
+            )
+
+    report = api.convert(source, tmp_path / "out", to="universal")
+
+    found = [finding for finding in report.findings if finding.kind == "not-carried"]
+    assert [finding.where for finding in found] == [f"tensor {name!r}" for name in PARAMETERS]
+    assert "'mu_product' of shape () has no place" in found[0].message
+    assert not any("mu_product" in name for name in report.files)
+
+
+def test_buffers_are_in_the_model_files_and_nowhere_else(tmp_path):
+    source = written(tmp_path / "in")
+    for tp in range(2):
+
+        def add(value):
+            value["module"]["counter"] = Array("int64", (1,), bytes(8))
+            value["buffer_names"] = ["counter"]
+
+        edit_file(source / MODEL_FILE.format(tp), add)
+
+    top = converted(source, tmp_path / "out")
+
+    assert not (top / "zero" / "counter").exists()
+
+
+def test_a_frozen_weight_is_whole_and_widened(tmp_path):
+    source = written(tmp_path / "in")
+    halves = np.arange(8, dtype=np.float16).reshape(2, 4)
+    for tp in range(2):
+
+        def freeze(value, tp=tp):
+            value["module"]["base.weight"] = Array("float16", (1, 4), halves[tp].tobytes())
+            value["frozen_param_shapes"] = {"base.weight": (1, 4)}
+            maps = value["universal_checkpoint_info"]["affine_map"]["params"]
+            maps[r"^base\.weight$"] = {
+                "logical_shape": [2, 4],
+                "ranks": {
+                    rank: {
+                        "shard_shape": [1, 4],
+                        "pieces": [
+                            {
+                                "shape": [1, 4],
+                                "source": [4 * rank, [4, 1]],
+                                "dest": [0, [4, 1]],
+                                "locations": [rank],
+                            }
+                        ],
+                    }
+                    for rank in range(2)
+                },
+            }
+
+        edit_file(source / MODEL_FILE.format(tp), freeze)
+
+    top = converted(source, tmp_path / "out")
+
+    assert files_below(top / "zero" / "base.weight") == {"fp32.pt"}
+    content = value_of(top / "zero" / "base.weight" / "fp32.pt")
+    assert set(content) == {"param"}
+    assert array(content["param"]).dtype == np.float32
+    assert np.array_equal(array(content["param"]), halves.astype(np.float32))
+
+
+def marks_of(top, name, state="fp32"):
+    content = value_of(top / "zero" / name / f"{state}.pt")
+    return {key: mark for key, mark in content.items() if key != "param"}
+
+
+def without_maps(source, tp=2, **info):
+    """Say in categories how parameters are cut, as before there were maps."""
+    for rank in range(tp):
+        edit_file(
+            source / MODEL_FILE.format(rank),
+            lambda value: value.update(universal_checkpoint_info=info),
+        )
+
+
+def test_what_a_map_describes_has_no_marks(tmp_path):
+    top = converted(written(tmp_path / "in"), tmp_path / "out")
+
+    assert all(marks_of(top, name) == {} for name in PARAMETERS)
+
+
+def test_without_tensor_parallelism_the_peer_joins_along_dimension_0(tmp_path):
+    parameters = {"w": parameter(0, (4, 3))}
+    top = converted(written(tmp_path / "in", parameters, dp=2, tp=1), tmp_path / "out")
+
+    assert marks_of(top, "w") == {"cat_dim": 0}
+    assert marks_of(top, "w", "exp_avg") == {"cat_dim": 0}
+
+
+def test_categories_become_the_marks_that_the_peer_writes(tmp_path):
+    halves = parameter(20_000, (8, 3), (0, (4, 4)))
+    parameters = {**PARAMETERS, "column.weight": parameter(7_000, (4, 2), (0, (2, 2)))}
+    source = written(tmp_path / "in", {**parameters, "gate_up": halves})
+    without_maps(
+        source,
+        tp_replicated_parameter_patterns=[r"^norm\.weight$"],
+        parameter_with_row_parallelism_patterns=[r"^down\.weight$"],
+        parameter_with_2_sub_params_cat_dim_0=["^gate_up$"],
+        vocabulary_parameter_patterns=[r"^embed\.weight$"],
+        original_vocab_size=6,
+    )
+
+    top = converted(source, tmp_path / "out")
+
+    assert {name: marks_of(top, name) for name in (*parameters, "gate_up")} == {
+        "embed.weight": {"cat_dim": 0, "vocab_tensor": True},
+        "down.weight": {"cat_dim": 1},
+        "norm.weight": {},
+        "column.weight": {"cat_dim": 0},
+        "gate_up": {"cat_dim": 0, "param_n_sub_params": 2},
+    }
+
+
+def test_sub_parameters_are_an_object_of_the_peers_class_and_have_its_shape(tmp_path):
+    source = written(tmp_path / "in", {"qkv": parameter(0, (6, 4), (0, (3, 3)))})
+    without_maps(
+        source,
+        tp_replicated_parameter_patterns=[],
+        parameter_with_row_parallelism_patterns=[],
+        parameter_with_sub_params=[
+            {"patterns": ["^qkv$"], "shape": ((2, 2, 2), 4), "partition_dim": 0}
+        ],
+        sub_param_shard_widths={"^qkv$": [[1, 1]] * 3},
+        universal_checkpoint_version=0.4,
+    )
+
+    top = converted(source, tmp_path / "out")
+
+    mark = marks_of(top, "qkv")["sub_param_shape"]
+    assert isinstance(mark, Constructed)
+    assert str(mark.constructor).endswith("universal_checkpoint.SubparamShape")
+    assert mark.state == {"patterns": ["^qkv$"], "shape": ((2, 2, 2), 4), "partition_dim": 0}
+    assert value_of(top / "zero" / "qkv" / "fp32.pt")["param"].shape == (6, 4)
+
+
+def test_a_count_of_sub_parameters_becomes_their_sizes(tmp_path):
+    source = written(tmp_path / "in", {"qkv": parameter(0, (6, 4), (0, (3, 3)))})
+    without_maps(
+        source,
+        tp_replicated_parameter_patterns=[],
+        parameter_with_row_parallelism_patterns=[],
+        parameter_with_sub_params=[{"patterns": ["^qkv$"], "shape": (3, -1), "partition_dim": 0}],
+    )
+
+    top = converted(source, tmp_path / "out")
+
+    assert marks_of(top, "qkv")["sub_param_shape"].state["shape"] == ((2, 2, 2), -1)
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b", "..", ".", "a\\b", "/etc/x", "../../x", "optimizer_state.pt"]
+)
+def test_a_name_that_would_lead_elsewhere_is_refused_and_nothing_is_left(tmp_path, name):
+    source = written(tmp_path / "in", {name: parameter(0, (4,))}, dp=1, tp=1)
+
+    with pytest.raises(UnsupportedError, match="universal folder") as caught:
+        api.convert(source, tmp_path / "out", to="universal")
+
+    assert repr(name) in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+@pytest.mark.parametrize("state", ["../fp32", "a/b"])
+def test_a_state_that_would_lead_elsewhere_is_refused(tmp_path, state):
+    states = ("weight", "fp32", state)
+    source = written(tmp_path / "in", {"w": parameter(0, (4,), None, states)}, dp=1, tp=1)
+
+    with pytest.raises(UnsupportedError, match="cannot be the name of a file"):
+        api.convert(source, tmp_path / "out", to="universal")
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_states_are_written_in_the_dtype_in_which_they_are_stored(tmp_path):
+    source = written(tmp_path / "in", {"w": parameter(0, (4,))}, dp=1, tp=1)
+    catalog = api.open(source)
+    (tensor,) = catalog.tensors
+    half = StateEntry(DTYPES["bfloat16"], tensor.states["fp32"].layout, (Region(0, 64),))
+    tensor = replace(tensor, states={"fp32": half, "exp_avg": half, "momentum": half})
+
+    made = lay_out(replace(catalog, tensors=(tensor,)), read_companions(catalog))
+
+    arrays = [target for target in made.output.tensors if target.dtype.name == "bfloat16"]
+    assert [target.name for target in arrays] == ["w/fp32", "w/exp_avg", "w/momentum"]
+    assert [source.entry for source in made.sources[:3]] == [half] * 3
+
+
+def test_a_weight_that_cannot_be_widened_is_told_of(tmp_path):
+    source = written(tmp_path / "in", {"w": parameter(0, (4,))}, dp=1, tp=1)
+    catalog = api.open(source)
+    (tensor,) = catalog.tensors
+    packed = StateEntry(DTYPES["uint8"], tensor.layout, (Region(0, 64),))
+    frozen = TensorEntry("packed", "parameter", tensor.layout, {"weight": packed}, is_frozen=True)
+
+    made = lay_out(replace(catalog, tensors=(frozen,)), read_companions(catalog))
+
+    assert [finding.kind for finding in made.findings] == ["not-carried"]
+    assert "a weight of uint8 has no master copy" in made.findings[0].message
+
+
+def test_a_checkpoint_with_a_missing_file_is_refused(tmp_path):
+    source = written(tmp_path / "in")
+    (source / OPTIMIZER_FILE.format(1, 1)).unlink()
+
+    with pytest.raises(CorruptError, match=r"not whole: 1 of 4 optimizer files .*restride check"):
+        api.convert(source, tmp_path / "out", to="universal")
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_without_an_optimizer_are_refused_with_the_way_out(tmp_path):
+    source = written(tmp_path / "in", dp=1, tp=1, parameters={"w": parameter(0, (4,))})
+    (source / OPTIMIZER_FILE.format(0, 0)).unlink()
+
+    with pytest.raises(UnsupportedError, match=r"no optimizer file .*--to safetensors"):
+        api.convert(source, tmp_path / "out", to="universal")
+
+
+def test_other_stages_are_refused_with_what_can_be_written(tmp_path):
+    catalog = api.open(written(tmp_path / "in"))
+
+    with pytest.raises(
+        UnsupportedError, match=r"of deepspeed zero-3 yet; it can of deepspeed zero-1"
+    ):
+        read_companions(replace(catalog, format="deepspeed zero-3"))
+
+
+def test_elastic_checkpoints_are_refused_with_the_reason(tmp_path):
+    source = written(tmp_path / "in", writer="elastic")
+
+    with pytest.raises(UnsupportedError, match=r"leaves the hyperparameters out"):
+        api.convert(source, tmp_path / "out", to="universal")
+
+
+def test_safetensors_cannot_become_a_universal_folder(tmp_path):
+    api.convert(written(tmp_path / "in"), tmp_path / "weights")
+
+    with pytest.raises(UnsupportedError, match="cannot be made of safetensors"):
+        api.convert(tmp_path / "weights", tmp_path / "out", to="universal")
+
+
+@pytest.mark.parametrize("option", [{"dtype": "float32"}, {"max_shard_nbytes": 100}])
+def test_options_of_another_format_are_refused(tmp_path, option):
+    (name,) = option
+
+    with pytest.raises(UnsupportedError, match=f"takes no {name}"):
+        api.convert(written(tmp_path / "in"), tmp_path / "out", to="universal", **option)
+
+
+def test_a_format_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"cannot write 'onnx'; .*safetensors and universal"):
+        api.convert(written(tmp_path / "in"), tmp_path / "out", to="onnx")
+
+
+def test_the_command_writes_it(tmp_path):
+    source = written(tmp_path / "in")
+
+    ran = run("convert", str(source), str(tmp_path / "out"), "--to", "universal", "--json")
+
+    assert (ran.code, ran.err) == (0, "")
+    assert len(json.loads(ran.out)["files"]) == 4 + 4 * len(PARAMETERS)
+    assert (tmp_path / "out" / "latest_universal").is_file()
+
+
+def test_the_command_does_not_list_a_thousand_files(tmp_path):
+    source = written(tmp_path / "in", {f"w{n}": parameter(n, (2,)) for n in range(9)}, dp=1, tp=1)
+
+    ran = run("convert", str(source), str(tmp_path / "out"), "--to", "universal")
+
+    assert ran.out.splitlines()[-1] == f"  ... and {9 * 4 + 3 - 12} more"
+
+
+def test_a_replica_that_drifted_is_refused_or_decided_like_everywhere(tmp_path):
+    source = written(tmp_path / "in")
+
+    def drift(value):
+        flat = value["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+        content = np.fromfile(flat.storage.file, np.uint8)[flat.start_nbytes :][: 4 * flat.shape[0]]
+        changed = content.view(np.float32).copy()
+        changed[-1] += 1
+        value["optimizer_state_dict"]["single_partition_of_fp32_groups"][0] = Array(
+            "float32", flat.shape, changed.tobytes()
+        )
+
+    edit_file(source / OPTIMIZER_FILE.format(1, 0), drift)
+
+    with pytest.raises(ReplicaError, match=r"norm\.weight"):
+        api.convert(source, tmp_path / "out", to="universal")
+    report = api.convert(source, tmp_path / "out", to="universal", replicas="first")
+    assert [finding.kind for finding in report.findings] == ["replica-drift"]
+
+
+def test_companions_name_the_save(tmp_path):
+    companions = read_companions(api.open(written(tmp_path / "in")))
+
+    assert isinstance(companions, Companions)
+    assert companions.tag == "step"
+    assert [file.name for file in companions.files] == [
+        "mp_rank_00_model_states.pt",
+        "mp_rank_01_model_states.pt",
+    ]

@@ -1,0 +1,172 @@
+"""Universal folders beside those of DeepSpeed's own converter, and the real engine on both."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from restride import api
+from restride.testing.gather import gather_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.interop
+
+CONVERTED = [
+    "bloom_tp2_z1",
+    "codegen_fused_tp2_z1",
+    "codegen_fused_tp2dp2_z1",
+    "codegen_rowcut_tp2_z1",
+    "gpt2_tp1dp2_z1",
+    "llama_tied_tp2_z1",
+    "llama_tp1dp2_z1",
+    "llama_tp1dp2_z2",
+    "llama_tp2_z1",
+    "llama_tp2_z1_fp32",
+    "llama_unevenkv_tp2_z1",
+    "mixtral_ep2_z1",
+    "mixtral_tp2_z1",
+    "opt_tp2_z1",
+]
+REFUSED = "gptbigcode_tp2_z1"
+# Runs DeepSpeed's converter on one checkpoint after the other: most of its time is the start.
+# Without the injected state it refuses the commonest checkpoints, those of data parallelism alone.
+PEER = """
+import argparse, json, sys
+from deepspeed.checkpoint.ds_to_universal import main
+
+source, out, report, *names = sys.argv[1:]
+failed = {}
+for name in names:
+    try:
+        main(argparse.Namespace(
+            input_folder=f"{source}/{name}/step", output_folder=f"{out}/{name}/step",
+            num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
+            inject_missing_state=True))
+    except Exception as error:
+        failed[name] = str(error)
+json.dump(failed, open(report, "w"))
+"""
+# Of a tied weight that two ranks hold halves of, the peer writes the first half under the second
+# name: it takes the weight from the first model file that has one.
+WRONG = {("llama_tied_tp2_z1", "zero/lm_head.weight/fp32.pt")}
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def peer(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What DeepSpeed's own converter makes of every checkpoint that it converts."""
+    out = tmp_path_factory.mktemp("peer")
+    names = [*CONVERTED, REFUSED]
+    command = [sys.executable, "-c", PEER, shared / "checkpoints", out, out / "failed.json", *names]
+    subprocess.run(command, check=True, capture_output=True, env=environment())
+    return out
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def require_same(ours: object, theirs: object, where: str) -> None:
+    assert type(ours) is type(theirs), where
+    match theirs:
+        case torch.Tensor():
+            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
+            if theirs.numel():
+                left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, theirs))
+                assert torch.equal(left, right), where
+        case dict():
+            assert set(ours) == set(theirs), where
+            for key, value in theirs.items():
+                require_same(ours[key], value, f"{where}[{key!r}]")
+        case list() | tuple():
+            assert len(ours) == len(theirs), where
+            for one, other in zip(ours, theirs, strict=True):
+                require_same(one, other, where)
+        case _ if type(theirs).__module__.startswith("deepspeed") and hasattr(theirs, "__dict__"):
+            require_same(vars(ours), vars(theirs), where)
+        case _:
+            assert ours == theirs, where
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_every_tensor_and_every_key_is_that_of_the_peer(
+    name: str, shared: Path, peer: Path, tmp_path: Path
+) -> None:
+    theirs = peer / name / "step"
+
+    api.convert(shared / "checkpoints" / name, tmp_path / "ours", to="universal")
+
+    ours = tmp_path / "ours" / (tmp_path / "ours" / "latest_universal").read_text()
+    assert files_below(ours) == files_below(theirs)
+    for file in sorted(files_below(theirs)):
+        a, b = (torch.load(folder / file, weights_only=False) for folder in (ours, theirs))
+        if (name, file) in WRONG:
+            half = len(b["param"])
+            assert len(a["param"]) == 2 * half
+            a["param"] = a["param"][:half]
+        require_same(a, b, file)
+
+
+def test_a_replica_that_drifted_stops_the_peer_and_is_decided_here(
+    shared: Path, peer: Path, tmp_path: Path
+) -> None:
+    failed = json.loads((peer / "failed.json").read_text())
+    assert failed.keys() == {REFUSED}
+    assert "hold different data" in failed[REFUSED]
+
+    report = api.convert(
+        shared / "checkpoints" / REFUSED, tmp_path / "ours", to="universal", replicas="first"
+    )
+
+    assert {finding.kind for finding in report.findings} == {"replica-drift"}
+
+
+def resumed(shared: Path, checkpoint: Path, save: Path) -> list[float]:
+    """Losses of the two steps after the real engine has loaded a universal folder at TP1."""
+    command = [sys.executable, str(shared / "recipes" / "deepspeed_engine.py"), "llama"]
+    command += ["--world", "2", "--tp", "1", "--zero", "1", "--load", str(checkpoint)]
+    command += ["--universal", "--save", str(save)]
+    done = subprocess.run(
+        command,
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**environment(), "LOCAL_SIZE": "0"},
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["status"] == "ok"
+    return result["losses"]
+
+
+@pytest.mark.slow
+def test_the_real_engine_trains_on_as_from_the_folder_of_the_peer(
+    shared: Path, peer: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    source = shared / "checkpoints" / "llama_tp2_z1"
+    api.convert(source, tmp_path / "ours", to="universal")
+
+    losses = [
+        resumed(shared, folder, tmp_path / f"{who}_again")
+        for who, folder in (("peer", peer / source.name), ("ours", tmp_path / "ours"))
+    ]
+
+    assert losses[0] == losses[1]
+    # The printed loss is rounded; two steps later every bit of every state is still the same.
+    states = [gather_all(api.open(tmp_path / f"{who}_again")) for who in ("peer", "ours")]
+    assert len(states[0]) > 60
+    assert states[0].keys() == states[1].keys()
+    for key, array in states[0].items():
+        assert array.tobytes() == states[1][key].tobytes(), key
