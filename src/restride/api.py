@@ -94,8 +94,8 @@ def open(path: str | PathLike[str]) -> Catalog:  # noqa: A001 - reads as restrid
     """Find out what is in a checkpoint, without loading a tensor.
 
     Args:
-        path: A DeepSpeed checkpoint (its folder, or one of its tags), a safetensors file or a
-            folder of them.
+        path: A DeepSpeed checkpoint (its folder, or one of its tags), a universal folder, a
+            safetensors file or a folder of them.
 
     Returns:
         Tensors, states, layouts, and where their bytes are.

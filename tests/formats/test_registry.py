@@ -33,6 +33,9 @@ def touch(path: Path) -> None:
         (["step/mp_rank_00_model_states.pt"], "step", "deepspeed"),
         (["step/zero_pp_rank_0_mp_rank_00_model_states.pt"], "step", "deepspeed"),
         (["step/mp_rank_00_model_states.pt"], "", "deepspeed"),
+        (["latest_universal", "step/mp_rank_00_model_states.pt"], "", "universal"),
+        (["step/mp_rank_00_model_states.pt", "step/zero/optimizer_state.pt"], "step", "universal"),
+        (["latest", "latest_universal", "step/mp_rank_00_model_states.pt"], "", "deepspeed"),
         (["old/mp_rank_00_model_states.pt", "x.safetensors"], "", "safetensors"),
     ],
 )

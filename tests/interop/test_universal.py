@@ -119,6 +119,18 @@ def test_every_tensor_and_every_key_is_that_of_the_peer(
         require_same(a, b, file)
 
 
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_folder_of_the_peer_is_read_as_its_source_is(name: str, shared: Path, peer: Path) -> None:
+    read = gather_all(api.open(peer / name))
+
+    source = gather_all(api.open(shared / "checkpoints" / name))
+    expected = {key: array for key, array in source.items() if not key.endswith("/weight")}
+    for key, array in expected.items():
+        assert read[key].tobytes() == array.tobytes(), key
+    # What only has a weight here has it there as well, widened.
+    assert all(key.endswith("/fp32") for key in read.keys() - expected.keys())
+
+
 def test_a_replica_that_drifted_stops_the_peer_and_is_decided_here(
     shared: Path, peer: Path, tmp_path: Path
 ) -> None:

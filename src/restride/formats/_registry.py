@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Format", "detect_format", "open_catalog"]
 
-Format: TypeAlias = Literal["deepspeed", "safetensors"]
+Format: TypeAlias = Literal["deepspeed", "safetensors", "universal"]
 
 _SAFETENSORS: Final = (".safetensors", ".safetensors.index.json")
 _DEEPSPEED_MODEL: Final = re.compile(r".*model_states\.pt")
 _LOOKED_FOR: Final = (
     "looked for: a DeepSpeed checkpoint (a folder with a 'latest' file, or a tag folder with "
-    "*_model_states.pt files), a *.safetensors file, or a folder of them"
+    "*_model_states.pt files), a universal folder of it (with 'latest_universal', or with 'zero'), "
+    "a *.safetensors file, or a folder of them"
 )
 
 
@@ -60,6 +61,8 @@ def detect_format(path: str | PathLike[str]) -> Format:
         remedy = f"name the folder {str(place.parent)!r}" if place.suffix == ".pt" else _LOOKED_FOR
         raise FormatError("is a file of no known format", where=str(place), remedy=remedy)
     names = _names(place)
+    if _is_universal(place, names):
+        return "universal"
     if "latest" in names or _has_model_states(names):
         return "deepspeed"
     if any(name.endswith(_SAFETENSORS) for name in names):
@@ -72,6 +75,13 @@ def detect_format(path: str | PathLike[str]) -> Format:
         where=str(place),
         remedy=_LOOKED_FOR,
     )
+
+
+def _is_universal(folder: Path, names: list[str]) -> bool:
+    """A folder that has both was converted beside its source, and is the source."""
+    if "latest" in names:
+        return False
+    return "latest_universal" in names or (folder / "zero" / "optimizer_state.pt").is_file()
 
 
 def _has_model_states(names: Iterable[str]) -> bool:

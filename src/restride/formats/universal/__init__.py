@@ -1,8 +1,9 @@
-"""Write DeepSpeed's universal folders, which an engine of any parallelism resumes from.
+"""Read and write DeepSpeed's universal folders, which an engine of any parallelism resumes from.
 
 One folder a parameter, one file a state: ``zero/PARAMETER/STATE.pt``.
 """
 
+from restride.formats.universal.reader import read_catalog
 from restride.formats.universal.writer import UniversalOutput, lay_out
 
-__all__ = ["UniversalOutput", "lay_out"]
+__all__ = ["UniversalOutput", "lay_out", "read_catalog"]
