@@ -33,6 +33,7 @@ def contenders(source: Path, out: Path) -> dict[str, list[str]]:
         "cp": ["cp", "-r", step, str(out)],
         "restride --states all": [*restride, "--states", "all"],
         "restride --states all --memory 64MB": [*restride, "--states", "all", "--memory", "64MB"],
+        "restride --to universal": [*restride, "--to", "universal"],
         "restride (weights)": restride,
         "ds_to_universal, 1 worker": [
             *(sys.executable, "-c", PEER, "--input_folder", step, "--output_folder", str(out)),

@@ -145,11 +145,10 @@ def test_a_replica_that_drifted_stops_the_peer_and_is_decided_here(
     assert {finding.kind for finding in report.findings} == {"replica-drift"}
 
 
-def resumed(shared: Path, checkpoint: Path, save: Path) -> list[float]:
-    """Losses of the two steps after the real engine has loaded a universal folder at TP1."""
+def engine(shared: Path, *options: object) -> list[float]:
+    """Losses of two steps of the real engine: a tiny Llama on two ranks of ZeRO-1."""
     command = [sys.executable, str(shared / "recipes" / "deepspeed_engine.py"), "llama"]
-    command += ["--world", "2", "--tp", "1", "--zero", "1", "--load", str(checkpoint)]
-    command += ["--universal", "--save", str(save)]
+    command += ["--world", "2", "--zero", "1", *map(str, options)]
     done = subprocess.run(
         command,
         check=True,
@@ -162,6 +161,15 @@ def resumed(shared: Path, checkpoint: Path, save: Path) -> list[float]:
     return result["losses"]
 
 
+def require_same_training(one: Path, other: Path) -> None:
+    """The printed loss is rounded; two steps later every bit of every state is still the same."""
+    states = [gather_all(api.open(folder)) for folder in (one, other)]
+    assert len(states[0]) > 60
+    assert states[0].keys() == states[1].keys()
+    for key, array in states[0].items():
+        assert array.tobytes() == states[1][key].tobytes(), key
+
+
 @pytest.mark.slow
 def test_the_real_engine_trains_on_as_from_the_folder_of_the_peer(
     shared: Path, peer: Path, tmp_path: Path
@@ -171,14 +179,33 @@ def test_the_real_engine_trains_on_as_from_the_folder_of_the_peer(
     api.convert(source, tmp_path / "ours", to="universal")
 
     losses = [
-        resumed(shared, folder, tmp_path / f"{who}_again")
+        engine(shared, "--tp", 1, "--load", folder, "--universal", "--save", tmp_path / f"{who}2")
         for who, folder in (("peer", peer / source.name), ("ours", tmp_path / "ours"))
     ]
 
     assert losses[0] == losses[1]
-    # The printed loss is rounded; two steps later every bit of every state is still the same.
-    states = [gather_all(api.open(tmp_path / f"{who}_again")) for who in ("peer", "ours")]
-    assert len(states[0]) > 60
-    assert states[0].keys() == states[1].keys()
-    for key, array in states[0].items():
-        assert array.tobytes() == states[1][key].tobytes(), key
+    require_same_training(tmp_path / "peer2", tmp_path / "ours2")
+
+
+@pytest.mark.slow
+def test_momentum_goes_on_where_the_peer_knows_only_adam(shared: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
+    }
+    options = ["--tp", 2, "--dtype", "fp32", "--config", json.dumps(config)]
+    engine(shared, *options, "--save", tmp_path / "sgd")
+
+    api.convert(tmp_path / "sgd", tmp_path / "ours", to="universal")
+
+    command = [sys.executable, "-c", PEER, tmp_path, tmp_path / "peer", tmp_path / "failed.json"]
+    subprocess.run([*command, "sgd"], check=True, capture_output=True, env=environment())
+    assert json.loads((tmp_path / "failed.json").read_text()) == {"sgd": "'exp_avg'"}
+    plainly = engine(shared, *options, "--load", tmp_path / "sgd", "--save", tmp_path / "sgd2")
+    from_ours = engine(
+        *(shared, *options, "--load", tmp_path / "ours", "--universal"),
+        *("--save", tmp_path / "ours2"),
+    )
+    assert from_ours == plainly
+    require_same_training(tmp_path / "ours2", tmp_path / "sgd2")
