@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from math import inf
@@ -19,6 +18,7 @@ from restride.checkpoint.selection import COPIED, select_optimizer, select_weigh
 from restride.errors import UnsupportedError
 from restride.executors.drift import DriftTable
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
+from restride.executors.sources import CatalogReader, default_workers
 from restride.executors.streaming import StreamingExecutor
 from restride.formats._registry import open_catalog
 from restride.planning.conversion import Job, plan_comparison, plan_conversion
@@ -41,7 +41,6 @@ __all__ = ["CheckReport", "ConvertReport", "check", "convert", "open"]
 
 _Written: TypeAlias = "tuple[list[Selected], Output, tuple[Finding, ...]]"
 _DEFAULT_BUDGET_NBYTES: Final = 512 << 20
-_MOST_WORKERS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,7 @@ def check(
         for state, entry in tensor.states.items()
         if f"tensor {tensor.name!r}, state {state!r}" not in broken
     ]
-    workers = _workers()
+    workers = default_workers()
     plan = plan_comparison(catalog.files, states, budget_nbytes=budget_nbytes, workers=workers)
     table = DriftTable(observer or NullObserver(), {})
     _execute(catalog, plan, None, table)
@@ -214,7 +213,11 @@ def convert(
         for chosen, target in zip(selected, output.tensors, strict=True)
     ]
     plan = plan_conversion(
-        catalog.files, jobs, budget_nbytes=budget_nbytes, workers=_workers(), replicas=replicas
+        catalog.files,
+        jobs,
+        budget_nbytes=budget_nbytes,
+        workers=default_workers(),
+        replicas=replicas,
     )
     table = DriftTable(observer or NullObserver(), {})
     with atomic_directory(out, force=force, inputs=[catalog.root]) as directory:
@@ -289,19 +292,8 @@ def _execute(
 ) -> int:
     observer.on_plan(PlanStarted(plan.step_count, plan.total_nbytes, plan.projected_nbytes))
     with FilePool() as pool:
-        reader = _CatalogReader(catalog, pool)
+        reader = CatalogReader(catalog, pool)
         return StreamingExecutor().execute(plan, reader, writer, observer)
-
-
-class _CatalogReader:
-    """Source files by the number that the catalog gives them."""
-
-    def __init__(self, catalog: Catalog, pool: FilePool) -> None:
-        self._paths = [os.path.join(catalog.root, file.name) for file in catalog.files]  # noqa: PTH118
-        self._pool = pool
-
-    def read_into(self, file: int, start_nbytes: int, buffer: memoryview, /) -> None:
-        self._pool.read_exact(self._paths[file], start_nbytes, buffer)
 
 
 class _OutputWriter:
@@ -313,10 +305,6 @@ class _OutputWriter:
 
     def write_from(self, file: int, start_nbytes: int, buffer: memoryview, /) -> None:
         self._directory.write_exact(self._names[file], start_nbytes, buffer)
-
-
-def _workers() -> int:
-    return max(1, min(_MOST_WORKERS, len(os.sched_getaffinity(0))))
 
 
 def _drift_findings(
