@@ -1,0 +1,167 @@
+"""Fingerprints: the same number for the same elements, however they are cut, stored or read.
+
+An array is seen as its bytes in logical order (element 0 first, little-endian), and those as 32-bit
+words. Its fingerprint is a *linear* function of the words, so parts of an array may be digested
+anywhere, in any order, in runs of any length, and their digests add up. No part needs to know
+another: what is not there counts as zero.
+
+The weight of a word is a product over three levels. 256 words are a row, 256 rows a block of
+256 KiB. A row becomes 8 sums of words times fixed weights of 14 bits; a block becomes 8 sums of
+those times weights of 14 bits; blocks are added up modulo the prime 2^127 - 1, times weights of
+127 bits. The first two levels are exact sums of integers: every product and every sum stays below
+2^53, where a float64 is an integer, so BLAS does them at the speed of memory.
+
+How much can go unnoticed? Take any two different arrays of one shape and dtype, chosen without
+looking at the weights. In some row some word differs; whatever the other words are, at most one of
+the 2^14 values of that word's weight makes a sum come out the same, and the 8 sums are independent:
+2^-112. The same holds for the sums of a block, and for blocks one value in 2^127 - 1. Together the
+fingerprints agree with probability below 2^-110, whether one bit flipped, rows or heads were
+swapped, a piece was shifted or everything is different. The weights are public, so whoever wants to
+can construct two arrays with one fingerprint: this finds accidents, not forgeries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+__all__ = [
+    "MODULUS",
+    "SCRATCH_NBYTES",
+    "Digester",
+    "block_weights",
+    "finish",
+    "row_weights",
+    "word_weights",
+]
+
+MODULUS: Final = (1 << 127) - 1
+
+_WORDS: Final = 256  # of a row
+_ROWS: Final = 256  # of a block
+_SUMS: Final = 8
+_WEIGHT_BITS: Final = 14
+_ROW_NBYTES: Final = 4 * _WORDS
+_BLOCK_NBYTES: Final = _ROWS * _ROW_NBYTES
+# A sum of a row has up to 53 bits. It is cut in two, so that sums of 2048 of them are exact too.
+_LIMB: Final = 1 << 27
+_SEED: Final = b"restride-fingerprint/1"
+
+# Words of a block as float64, the block with zeros around a part of it, and the sums of its rows.
+SCRATCH_NBYTES: Final = 2 * _BLOCK_NBYTES + _BLOCK_NBYTES + 6 * 8 * _ROWS * _SUMS
+
+
+@cache
+def word_weights() -> NDArray[np.float64]:
+    """Weights of the words of a row: an integer for each word and sum."""
+    return _weights(b"words", (_WORDS, _SUMS))
+
+
+@cache
+def row_weights() -> NDArray[np.float64]:
+    """Weights of the sums of the rows of a block: an integer for each row, sum and sum of sums."""
+    return _weights(b"rows", (_ROWS * _SUMS, _SUMS))
+
+
+def _weights(level: bytes, shape: tuple[int, int]) -> NDArray[np.float64]:
+    stream = hashlib.shake_256(_SEED + b" " + level).digest(2 * shape[0] * shape[1])
+    words = np.frombuffer(stream, "<u2") & ((1 << _WEIGHT_BITS) - 1)
+    return words.astype(np.float64).reshape(shape)
+
+
+def block_weights(block: int) -> tuple[int, ...]:
+    """Weights of the sums of one block, modulo `MODULUS`."""
+    stream = hashlib.shake_256(_SEED + b" block %d" % block).digest(16 * _SUMS)
+    return tuple(
+        int.from_bytes(stream[16 * place : 16 * place + 16], "little") % MODULUS
+        for place in range(_SUMS)
+    )
+
+
+class Digester:
+    """Digests runs of bytes with memory that is allocated once. One for each thread."""
+
+    def __init__(self) -> None:
+        self._words = np.empty((_ROWS, _WORDS))
+        self._padded = np.empty(_BLOCK_NBYTES, np.uint8)
+        self._sums = np.empty((_ROWS, _SUMS))
+
+    def digest(self, buffer: NDArray[np.uint8], start_nbytes: int) -> int:
+        """Digest a run of an array's bytes.
+
+        Args:
+            buffer: Contiguous bytes.
+            start_nbytes: Where the run starts in the array, counted in logical order.
+
+        Returns:
+            A number modulo `MODULUS`. Those of disjoint runs add up to that of the whole.
+
+        Cost:
+            O(bytes), at 6 GB/s on one core of a current server; 1 KiB at least.
+
+        Examples:
+            >>> content = np.arange(4096, dtype=np.uint32).view(np.uint8)
+            >>> digester = Digester()
+            >>> parts = digester.digest(content[:4099], 0) + digester.digest(content[4099:], 4099)
+            >>> parts % MODULUS == digester.digest(content, 0)
+            True
+        """
+        total = 0
+        stop_nbytes = start_nbytes + buffer.nbytes
+        for block in range(start_nbytes // _BLOCK_NBYTES, -(-stop_nbytes // _BLOCK_NBYTES)):
+            first = block * _BLOCK_NBYTES
+            low = max(start_nbytes, first)
+            high = min(stop_nbytes, first + _BLOCK_NBYTES)
+            part = buffer[low - start_nbytes : high - start_nbytes]
+            sums = self._block(part, low - first)
+            total += sum(
+                weight * value for weight, value in zip(block_weights(block), sums, strict=True)
+            )
+        return total % MODULUS
+
+    def _block(self, part: NDArray[np.uint8], base: int) -> Iterable[int]:
+        """Sums of one block of which only the bytes from `base` on are given."""
+        first = base // _ROW_NBYTES
+        count = -(-(base + part.nbytes) // _ROW_NBYTES) - first
+        if part.nbytes != count * _ROW_NBYTES:
+            padded = self._padded[: count * _ROW_NBYTES]
+            lead = base - first * _ROW_NBYTES
+            padded[:lead] = 0
+            padded[lead : lead + part.nbytes] = part
+            padded[lead + part.nbytes :] = 0
+            part = padded
+        words = self._words[:count]
+        np.copyto(words, part.view("<i4").reshape(count, _WORDS))
+        sums = np.matmul(words, word_weights(), out=self._sums[:count]).reshape(-1)
+        high = np.floor(sums * (1.0 / _LIMB))
+        limbs = np.stack((high, sums - high * _LIMB))
+        weights = row_weights()[first * _SUMS : (first + count) * _SUMS]
+        above, below = (limbs @ weights).tolist()
+        return [int(a) * _LIMB + int(b) for a, b in zip(above, below, strict=True)]
+
+
+def finish(total: int, dtype: str, shape: tuple[int, ...]) -> str:
+    """Turn the sum of the digests of an array into its fingerprint.
+
+    Shape and dtype are part of it: the digest alone does not see zeros at the end, nor that a
+    matrix was folded differently.
+
+    Args:
+        total: Sum of the digests of all parts, each element in exactly one of them.
+        dtype: Name of the element type.
+        shape: Shape of the full array.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    meaning = f"{dtype} {'x'.join(map(str, shape))}".encode()
+    stream = hashlib.shake_256(_SEED + b" array " + meaning).digest(32)
+    return f"{(total + int.from_bytes(stream, 'little')) % MODULUS:032x}"
