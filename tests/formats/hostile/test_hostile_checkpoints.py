@@ -91,6 +91,20 @@ def test_a_hostile_optimizer_file_beside_a_right_model_file_is_refused(
         assert name in str(error)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_hostile_state_of_a_universal_folder_is_refused(tmp_path: Path, case: Hostile) -> None:
+    root = tmp_path / "checkpoint"
+    state = root / "step_universal" / "zero" / "weight" / "fp32.pt"
+    state.parent.mkdir(parents=True)
+    (root / "latest_universal").write_text("step_universal")
+    state.write_bytes(case.content)
+
+    error = refused(root, tmp_path / "out")
+
+    assert case.says in str(error)
+    assert str(error).count("weight/fp32.pt") == 1
+
+
 @pytest.mark.parametrize("case", hostile_safetensors(), ids=lambda case: case.name)
 def test_a_hostile_safetensors_file_is_refused(tmp_path: Path, case: Hostile) -> None:
     root = tmp_path / "checkpoint"

@@ -16,11 +16,12 @@ from restride.checkpoint.catalog import Region, StateEntry, TensorEntry
 from restride.checkpoint.companions import Companions
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import Constructed, StoredTensor
-from restride.errors import CorruptError, ReplicaError, UnsupportedError
+from restride.errors import CorruptError, ReplicaError, RestrideError, UnsupportedError
 from restride.formats.deepspeed.companions import read_companions
 from restride.formats.universal import lay_out
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.command_line import run
+from restride.testing.mutations import damaged_pickles
 from restride.testing.saved_values import Array, edit_file
 from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
 
@@ -474,6 +475,34 @@ def test_a_replica_that_drifted_is_refused_or_decided_like_everywhere(tmp_path):
         api.convert(source, tmp_path / "out", to="universal")
     report = api.convert(source, tmp_path / "out", to="universal", replicas="first")
     assert [finding.kind for finding in report.findings] == ["replica-drift"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data(), tp=st.integers(1, 2))
+def test_damaged_files_are_refused_or_harmless(tmp_path_factory, data, tp):
+    folder = tmp_path_factory.mktemp("damaged")
+    source = written(folder / "in", dp=1, tp=tp)
+    victim = source / data.draw(
+        st.sampled_from([MODEL_FILE.format(0), OPTIMIZER_FILE.format(0, 0)])
+    )
+    read = open_torch_zip(victim)
+    content = victim.read_bytes()
+    storages = {
+        storage.key: content[storage.start_nbytes :][: storage.nbytes]
+        for storage in read.storages.values()
+    }
+    pickle = read.records["data.pkl"]
+    stream = content[pickle.start_nbytes :][: pickle.nbytes]
+    victim.write_bytes(data.draw(damaged_pickles(stream, storages)))
+
+    try:
+        api.convert(source, folder / "out", to="universal")
+    except RestrideError:
+        assert sorted(path.name for path in folder.iterdir()) == ["in"]
+    else:
+        # Whatever was written, is inside and can be read.
+        assert api.open(folder / "out").format == "deepspeed universal"
+        assert sorted(path.name for path in folder.iterdir()) == ["in", "out"]
 
 
 def test_companions_name_the_save(tmp_path):

@@ -225,10 +225,20 @@ class _Marks:
 
     def _sub_param_shape(self, stored: Field, shape: Shape) -> Value:
         """An object of DeepSpeed's class; before version 0.4 a plain count meant equal sizes."""
-        sides = [side.value for side in stored.at("shape").elements()]
+        stored_sides = stored.at("shape").elements()
+        sides = [side.value for side in stored_sides]
         dim = stored.at("partition_dim").integer()
-        if not self._has_widths and isinstance(sides[dim], int) and dim < len(shape):
-            count = stored.at("shape").elements()[dim].integer(at_least=1)
+        if dim >= len(sides):
+            raise CorruptError(
+                f"partition_dim is {dim} of {len(sides)} dimensions", where=stored.where
+            )
+        if not self._has_widths and not stored_sides[dim].is_sequence and dim < len(shape):
+            count = stored_sides[dim].integer(at_least=1)
+            if shape[dim] % count:
+                raise CorruptError(
+                    f"{shape[dim]} rows are no {count} sub-parameters of equal size",
+                    where=stored.where,
+                )
             sides[dim] = (shape[dim] // count,) * count
         state: dict[Value, Value] = {
             "patterns": stored.at("patterns").value,
@@ -242,7 +252,13 @@ class _Marks:
         for name, shape in shapes.items():
             maps, parts = self._maps.find(name), self._parts.find(name)
             if maps:
-                yield name, maps[0][1].at("logical_shape").shape()
+                logical = maps[0][1].at("logical_shape")
+                if prod(logical.shape()) != prod(shape):
+                    raise CorruptError(
+                        f"{name!r} has shape {shape}, its map is of shape {logical.shape()}",
+                        where=logical.where,
+                    )
+                yield name, logical.shape()
             elif parts and not {REPLICATED, AVERAGED, TWO_SUB_PARAMS} & {
                 category for _, category in self._categories.find(name)
             }:
@@ -257,16 +273,18 @@ def _viewed(stored: Field, shape: Shape) -> Shape:
     ]
     if len(sides) == len(shape):
         return shape
-    open_sides = [n for n, side in enumerate(sides) if not isinstance(side, int) or side < 0]
-    known = prod(side for side in sides if isinstance(side, int) and side > 0)
     numel = prod(shape)
-    if len(open_sides) > 1 or not known or numel % known:
+    known = [side for side in sides if isinstance(side, int) and side >= 0]
+    filled = tuple(
+        side if isinstance(side, int) and side >= 0 else numel // max(prod(known), 1)
+        for side in sides
+    )
+    if len(known) < len(sides) - 1 or prod(filled) != numel:
         raise CorruptError(
-            f"a tensor of {numel} elements has no view of shape {tuple(sides)}", where=stored.where
+            f"a tensor of {numel} elements has no view of the shape that is said of it",
+            where=stored.where,
         )
-    for place in open_sides:
-        sides[place] = numel // known
-    return tuple(side for side in sides if isinstance(side, int))
+    return filled
 
 
 def _texts(info: Field | None, key: str) -> tuple[str, ...]:

@@ -20,13 +20,7 @@ from restride.checkpoint.catalog import (
     TensorEntry,
 )
 from restride.checkpoint.values import StoredTensor
-from restride.errors import (
-    CorruptError,
-    ExecutionError,
-    FormatError,
-    RestrideError,
-    UnsupportedError,
-)
+from restride.errors import CorruptError, ExecutionError, FormatError, UnsupportedError
 from restride.layouts.replicated import replicated
 from restride.storage.torch_zip import open_torch_zip
 
@@ -191,10 +185,7 @@ class _Reader:
             if state == file:
                 self._tell("note", "unknown-file", f"{self._below}{name}/{file} is not read", name)
                 continue
-            try:
-                self._read(f"{self._below}{name}/{file}", state, states, scalars)
-            except RestrideError as error:
-                raise error.located(f"{self._below}{name}/{file}") from None
+            self._read(f"{self._below}{name}/{file}", state, states, scalars)
         if not states:
             raise FormatError("has no state of a parameter", where=f"{self._below}{name}")
         layout = next(iter(states.values())).layout
@@ -236,17 +227,19 @@ class _Reader:
             raise UnsupportedError(
                 f"holds a bare tensor of shape {value.shape}: universal folders of ZeRO-3 are "
                 "flat, without the shapes of the parameters",
+                where=file,
                 remedy="convert the checkpoint that the folder was made of",
             )
         tensor = value.get(_PARAM) if isinstance(value, dict) else None
         if not isinstance(tensor, StoredTensor):
-            raise FormatError(f"has no tensor {_PARAM!r}")
+            raise FormatError(f"has no tensor {_PARAM!r}", where=file)
         states[state] = self._entry(file, opened.nbytes, tensor)
 
     def _entry(self, file: str, nbytes: int, tensor: StoredTensor) -> StateEntry:
         if not _is_dense(tensor.shape, tensor.strides):
             raise UnsupportedError(
                 f"is a view of shape {tensor.shape} with strides {tensor.strides}",
+                where=file,
                 remedy="save it after .contiguous()",
             )
         region = Region(len(self.files), tensor.start_nbytes) if prod(tensor.shape) else None
