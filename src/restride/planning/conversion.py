@@ -10,6 +10,7 @@ from restride.algebra.coverage import Hole, explain, prove
 from restride.algebra.layout import Layout
 from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece
+from restride.checkpoint.catalog import Region
 from restride.errors import BudgetError, CoverageError, LayoutError, RestrideError, UnsupportedError
 from restride.planning.plan import BUFFERS_PER_WORKER, Fill, Plan, RegionPlan, Replicas, Source
 from restride.planning.replicas import Way, blocks_of_target
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from restride.algebra._digits import Walk
-    from restride.checkpoint.catalog import FileEntry, Region, StateEntry
+    from restride.checkpoint.catalog import FileEntry, StateEntry
     from restride.checkpoint.dtypes import DType
     from restride.planning.replicas import Block
 
-__all__ = ["Job", "plan_comparison", "plan_conversion", "whole_layout"]
+__all__ = ["Job", "plan_comparison", "plan_conversion", "plan_reading", "whole_layout"]
 
 # Buffers that stay in the core's cache are several times faster than large ones (2 MiB L2 here and
 # on current server cores); below the smallest, the work per step costs more than the bytes.
@@ -133,6 +134,41 @@ def plan_comparison(
         fills = tuple(fill for fill in _fills(job, 0) if len(fill.sources) > 1)
         if fills:
             regions.append(_region(job, 0, -1, 0, fills, "first"))
+    return _sized(files, regions, budget_nbytes, workers)
+
+
+def plan_reading(
+    files: Sequence[FileEntry],
+    states: Iterable[tuple[str, str, StateEntry]],
+    *,
+    budget_nbytes: int,
+    workers: int,
+) -> Plan:
+    """Plan to read arrays in logical order, each element once, whatever the replicas hold.
+
+    Args:
+        files: Source files, as the catalog numbers them.
+        states: (tensor, state, entry) of each array to read.
+        budget_nbytes: Most memory that plan and buffers may take together.
+        workers: Most steps to run at one time.
+
+    Returns:
+        One region for each array, as if it stood alone in the target file of its number. Where
+        several ranks hold an element, the one that a conversion would choose is read.
+
+    Raises:
+        BudgetError, CoverageError, UnsupportedError: As for `plan_conversion`.
+    """
+    regions: list[RegionPlan] = []
+    for number, (tensor, state, entry) in enumerate(states):
+        layout = whole_layout(entry.layout.full_shape)
+        job = Job(tensor, state, entry, layout, (Region(number, 0),), entry.dtype)
+        try:
+            (region,) = _regions(job, "first")
+        except RestrideError as error:
+            raise error.located(f"tensor {tensor!r}, state {state!r}") from error.__cause__
+        chosen = tuple(Fill(fill.sources[:1]) for fill in region.fills)
+        regions.append(replace(region, fills=chosen))
     return _sized(files, regions, budget_nbytes, workers)
 
 

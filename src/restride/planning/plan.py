@@ -15,7 +15,7 @@ from restride.algebra._digits import Walk, restrict
 from restride.errors import BudgetError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from restride.checkpoint.dtypes import DType
 
@@ -168,7 +168,15 @@ class RegionPlan:
             active = [fill for fill in active if fill.target_range.stop > start]
             yield self._step(start, stop, active)
 
-    def _step(self, start: int, stop: int, active: list[Fill]) -> Step:
+    def step(self, start: int, stop: int) -> Step:
+        """One step that fills the elements [start, stop), wherever `steps` would cut.
+
+        Cost:
+            O(fills). Never walks elements.
+        """
+        return self._step(start, stop, self.fills)
+
+    def _step(self, start: int, stop: int, active: Sequence[Fill]) -> Step:
         fills = []
         filled = 0
         for fill in active:

@@ -1,0 +1,172 @@
+"""Differences of two runs, against comparing their elements one by one."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from restride.arrays.casts import cast, to_comparable
+from restride.arrays.differences import Difference, Tolerance, can_compare, compare_runs
+from restride.checkpoint.dtypes import DTYPES
+
+EXACT = Tolerance()
+FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8")
+
+
+def run(values, dtype):
+    return np.asarray(values, dtype).view(np.uint8)
+
+
+def compared(a, b, a_name, b_name=None, tolerance=EXACT):
+    return compare_runs(a, b, (DTYPES[a_name], DTYPES[b_name or a_name]), tolerance)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_the_same_bits_are_the_same_and_one_other_bit_is_found(name):
+    itemsize = DTYPES[name].itemsize_nbytes
+    content = np.random.default_rng(3).integers(0, 256, 20_001 * itemsize, dtype=np.uint8)
+    other = content.copy()
+    other[12_345 * itemsize] ^= 1
+
+    found = compared(content, other, name)
+
+    assert compared(content, content.copy(), name) is None
+    assert (found.different_numel, found.first_index) == (1, 12_345)
+    assert found.largest >= 0
+
+
+@given(
+    values=st.lists(
+        st.tuples(*[st.floats(width=32) | st.sampled_from([0.0, -0.0, math.nan])] * 2),
+        max_size=40,
+    ),
+    tolerance=st.sampled_from([(0.0, 0.0), (0.1, 0.0), (0.0, 1.0), (0.5, 1e-3)]),
+)
+def test_floats_differ_where_looking_at_them_one_by_one_says_so(values, tolerance):
+    a = np.array([pair[0] for pair in values], np.float32)
+    b = np.array([pair[1] for pair in values], np.float32)
+    rtol, atol = tolerance
+    different = []
+    for index, (x, y) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
+        same_bits = a[index].tobytes() == b[index].tobytes()
+        both_nan = math.isnan(x) and math.isnan(y)
+        gap = 0.0 if x == y or both_nan else abs(x - y)
+        gap = math.inf if math.isnan(gap) else gap
+        near = gap == 0 or (math.isfinite(gap) and gap <= atol + rtol * abs(y))
+        if not (near if rtol or atol else same_bits):
+            different.append((index, gap))
+
+    found = compared(a.view(np.uint8), b.view(np.uint8), "float32", tolerance=Tolerance(*tolerance))
+
+    if not different:
+        assert found is None
+    else:
+        assert found.different_numel == len(different)
+        assert found.first_index == different[0][0]
+        assert found.largest == max(gap for _, gap in different)
+        shown = np.array(found.first_values, np.float32)
+        wanted = np.array([a[found.first_index], b[found.first_index]])
+        assert np.array_equal(shown, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_differences_of_integers_are_exact(name):
+    bounds = np.iinfo(name)
+    a, b = run([bounds.min, bounds.max], name), run([bounds.max, bounds.max - 1], name)
+
+    found = compared(a, b, name)
+
+    assert found == Difference(2, 0, (bounds.min, bounds.max), bounds.max - bounds.min)
+
+
+def test_large_integers_that_are_near_within_a_tolerance_are_near():
+    a, b = run([2**62, 5], "int64"), run([2**62 + 2**20, 5], "int64")
+
+    assert compared(a, b, "int64").largest == 2**20
+    assert compared(a, b, "int64", tolerance=Tolerance(rtol=1e-9)) is None
+
+
+@pytest.mark.parametrize(("a_name", "b_name"), list(product(FLOATS, FLOATS)))
+def test_floats_of_two_dtypes_are_compared_as_what_they_are(a_name, b_name):
+    values = np.array([0.0, -0.0, 1.5, -2.0, 0.25, 4.0])
+    a, b = (as_float(values, name) for name in (a_name, b_name))
+    other = as_float(np.array([0.0, 0.0, 1.5, -2.0, 0.5, 4.0]), b_name)
+
+    found = compared(a, other, a_name, b_name)
+
+    assert compared(a, b, a_name, b_name) is None
+    assert found == Difference(2, 1, (-0.0, 0.0), 0.25)
+    assert math.copysign(1, found.first_values[0]) == -1
+
+
+def as_float(values, name):
+    if name.startswith("float8"):
+        codes = to_comparable(np.arange(256, dtype=np.uint8), DTYPES[name])
+        signs = np.signbit(codes)
+        return np.array(
+            [np.flatnonzero((codes == v) & (signs == np.signbit(v)))[0] for v in values], np.uint8
+        )
+    return cast(values, DTYPES["float64"], DTYPES[name])
+
+
+def test_a_rounded_copy_differs_by_what_was_rounded_away():
+    master = np.random.default_rng(5).standard_normal(10_000).astype(np.float32)
+    rounded = cast(master, DTYPES["float32"], DTYPES["bfloat16"])
+
+    found = compared(master.view(np.uint8), rounded, "float32", "bfloat16")
+
+    gaps = np.abs(master.astype(np.float64) - to_comparable(rounded, DTYPES["bfloat16"]))
+    assert found.different_numel == np.count_nonzero(gaps)
+    assert found.first_index == np.flatnonzero(gaps)[0]
+    assert found.largest == gaps.max()
+    near = Tolerance(rtol=2.0**-8)
+    assert compared(master.view(np.uint8), rounded, "float32", "bfloat16", near) is None
+
+
+def test_a_nan_is_a_nan_in_every_dtype_and_infinitely_far_from_a_number():
+    a, b = run([math.nan, 1.0], np.float32), run([math.nan, math.nan], np.float64)
+
+    found = compared(a, b, "float32", "float64")
+
+    assert (found.different_numel, found.first_index, found.largest) == (1, 1, math.inf)
+    assert compared(a, b, "float32", "float64", Tolerance(1.0, 1.0)) is not None
+
+
+def test_complex_numbers_differ_by_the_size_of_their_difference():
+    a = np.array([1 + 2j, complex(math.nan, 1)], np.complex64)
+    b = np.array([4 + 6j, complex(math.nan, 1)], np.complex64)
+
+    alike = compared(a.view(np.uint8), b.view(np.uint8), "complex64")
+    mixed = compared(
+        a.view(np.uint8), b.astype(np.complex128).view(np.uint8), "complex64", "complex128"
+    )
+
+    assert alike == Difference(1, 0, (1 + 2j, 4 + 6j), 5.0)
+    assert mixed == alike
+
+
+def test_integers_of_two_dtypes_are_compared_where_one_holds_both():
+    assert compared(run([-1, 2], "int8"), run([-1, 2], "int64"), "int8", "int64") is None
+    found = compared(run([255], "uint8"), run([-1], "int8"), "uint8", "int8")
+    assert found == Difference(1, 0, (255, -1), 256)
+
+
+def test_dtypes_without_a_common_one_cannot_be_compared():
+    comparable = {
+        frozenset((a, b)) for a, b in product(DTYPES, DTYPES) if can_compare(DTYPES[a], DTYPES[b])
+    }
+
+    for a, b in [
+        ("int64", "uint64"),
+        ("float32", "int32"),
+        ("bool", "uint8"),
+        ("complex64", "float32"),
+    ]:
+        assert frozenset((a, b)) not in comparable
+    assert {frozenset((name,)) for name in DTYPES} <= comparable
