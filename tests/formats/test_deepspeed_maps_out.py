@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 from restride import deepspeed, layouts
+from restride.algebra.boxes import BoxCutter, BoxWalk
 from restride.algebra.layout import Layout
 from restride.algebra.piece import Axis, Piece
 from restride.algebra.signature import same_layout
@@ -22,7 +23,6 @@ from restride.errors import (
     RestrideError,
     UnsupportedError,
 )
-from restride.formats.deepspeed.boxes import BoxCutter, Walk
 from restride.layouts.catalogue import CATALOGUE
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing import strategies
@@ -147,7 +147,7 @@ def test_codegens_one_piece_is_as_many_boxes_as_the_peer_writes(ranks, boxes):
 
 def test_a_run_that_ends_inside_a_row_is_cut_there():
     """Twelve elements in rows of three, of which a flat rank holds seven: two rows and a third."""
-    walk = Walk(((7, 1, 1),), 2, 2, (0,), Fraction(1))
+    walk = BoxWalk(((7, 1, 1),), 2, 2, (0,), Fraction(1))
 
     boxes = BoxCutter((4, 3), (4, 3), 10).cut([walk])
 

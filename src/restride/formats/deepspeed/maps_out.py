@@ -1,7 +1,7 @@
 """Layouts as DeepSpeed's affine maps, format version 1, and whole documents of them.
 
 The peer knows no rank axis, no padding and no loop that is not a dimension. A layout is written as
-the boxes of each rank (`restride.formats.deepspeed.boxes`), each with exactly the ranks that hold
+the boxes of each rank (`restride.algebra.boxes`), each with exactly the ranks that hold
 it, and refused with the reason where the peer has no words for it.
 """
 
@@ -12,6 +12,7 @@ from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, Final
 
+from restride.algebra.boxes import BoxCutter, BoxWalk, row_major
 from restride.algebra.coverage import holders, replication, require_covered
 from restride.algebra.intersect import intersect
 from restride.algebra.mesh import as_mesh
@@ -19,15 +20,14 @@ from restride.algebra.piece import Axis, Piece
 from restride.errors import CorruptError, RestrideError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._patterns import parse_pattern
-from restride.formats.deepspeed.boxes import BoxCutter, Walk, row_major
 from restride.formats.deepspeed.maps import MAP_VERSION, exact_scale, read_affine_maps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from restride.algebra.boxes import Box
     from restride.algebra.layout import Layout, Shape
     from restride.algebra.mesh import MeshLike
-    from restride.formats.deepspeed.boxes import Box
 
 __all__ = ["MOST_BOXES", "from_affine_maps", "map_of_boxes", "to_affine_map", "to_affine_maps"]
 
@@ -229,7 +229,7 @@ def _frame(layout: Layout, rank: int) -> tuple[Shape, Shape]:
     return (layout.full_numel,), (prod(shard),)
 
 
-def _walks_by_rank(layout: Layout) -> Iterator[list[Walk]]:
+def _walks_by_rank(layout: Layout) -> Iterator[list[BoxWalk]]:
     """Walks of every rank, each over elements that the same ranks hold."""
     if not replication(layout):
         for rank in range(layout.rank_count):
@@ -259,13 +259,13 @@ def _walks_by_rank(layout: Layout) -> Iterator[list[Walk]]:
         ]
 
 
-def _walk(piece: Piece, ranks: tuple[int, ...]) -> Walk:
+def _walk(piece: Piece, ranks: tuple[int, ...]) -> BoxWalk:
     steps = tuple((axis.extent, axis.full_stride, axis.shard_stride) for axis in piece.axes)
-    return Walk(steps, piece.full_base, piece.shard_base, ranks, piece.scale)
+    return BoxWalk(steps, piece.full_base, piece.shard_base, ranks, piece.scale)
 
 
-def _common(piece: Piece, region: Piece, ranks: tuple[int, ...]) -> Iterator[Walk]:
+def _common(piece: Piece, region: Piece, ranks: tuple[int, ...]) -> Iterator[BoxWalk]:
     """The part of a piece of one rank that lies in a region of equal holders."""
     for transfer in intersect(region, piece):
         steps = tuple((a.extent, a.full_stride, a.source_shard_stride) for a in transfer.axes)
-        yield Walk(steps, transfer.full_base, transfer.source_shard_base, ranks, piece.scale)
+        yield BoxWalk(steps, transfer.full_base, transfer.source_shard_base, ranks, piece.scale)

@@ -11,9 +11,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+from restride.algebra.boxes import Box
 from restride.errors import CorruptError, LayoutError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
-from restride.formats.deepspeed.boxes import Box
 from restride.formats.deepspeed.maps_out import map_of_boxes, to_affine_map
 from restride.layouts.gathered import experts
 

@@ -1,9 +1,9 @@
-"""Lower walks to the boxes of DeepSpeed's affine maps.
+"""Lower walks to boxes: blocks of coordinates, the same on both sides.
 
-A box is a block of coordinates: so many steps along each dimension, with the strides of the full
-tensor on one side and those of the shard on the other. It is all that the peer's planner reads. Our
-pieces may have more axes than the tensor, so an axis that is no dimension of both sides becomes one
-box per step, and a run that ends inside a row is cut there.
+A box is so many steps along each dimension, with the strides of the full tensor on one side and
+those of the shard on the other. It is all that DeepSpeed's planner reads, and how people speak of
+cuts: these rows, those columns. Our pieces may have more axes than the tensor, so an axis that is
+no dimension of both sides becomes one box per step, and a run that ends inside a row is cut there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from restride.algebra.layout import Shape
 
-__all__ = ["Box", "BoxCutter", "Walk", "merge_boxes"]
+__all__ = ["Box", "BoxCutter", "BoxWalk", "merge_boxes"]
 
 _Step: TypeAlias = tuple[int, int, int]
 """(extent, full stride, shard stride) of one loop."""
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class BoxWalk:
     """Elements of one rank that the same ranks hold with the same scale.
 
     Attributes:
@@ -81,7 +81,7 @@ class BoxCutter:
         self.shard_strides = row_major(shard_shape)
         self.most = most
 
-    def cut(self, walks: Sequence[Walk]) -> list[Box]:
+    def cut(self, walks: Sequence[BoxWalk]) -> list[Box]:
         """Cut walks into boxes, by the place in the shard.
 
         Raises:
@@ -103,7 +103,7 @@ class BoxCutter:
                 stack.extend(found)
         return merge_boxes(boxes)
 
-    def _box_or_parts(self, walk: Walk) -> Box | list[Walk]:
+    def _box_or_parts(self, walk: BoxWalk) -> Box | list[BoxWalk]:
         """One box, or walks that are each nearer to one."""
         full = coordinates(walk.full_base, self.full_strides)
         shard = coordinates(walk.shard_base, self.shard_strides)
@@ -144,7 +144,7 @@ class BoxCutter:
                 return dim
         return None
 
-    def _parts(self, walk: Walk, number: int, taken: int) -> list[Walk]:
+    def _parts(self, walk: BoxWalk, number: int, taken: int) -> list[BoxWalk]:
         """Cut a loop after every `taken` steps: each part lies in a row, or in the next one."""
         extent, full_stride, shard_stride = walk.steps[number]
         parts = [(0, taken), (taken, extent - taken)]
