@@ -1,7 +1,8 @@
 """Presets against AutoTP itself: the real code replaces the layers of tiny models, in one process.
 
-DeepSpeed publishes for each parameter the map of all ranks, so rank 0 of a group that is not there
-is enough: a stub answers the two questions about the group.
+DeepSpeed publishes for each parameter the map of all ranks, so one rank of a group that is not
+there is enough: a stub answers the two questions about the group. That rank's shards are compared
+too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from restride.algebra.signature import same_layout
+from restride.arrays import extract
 from restride.deepspeed import from_affine_map, from_affine_maps
 from restride.errors import RuleError
 from restride.layouts.presets import autotp_layouts
@@ -24,7 +26,7 @@ from restride.storage.torch_zip import open_torch_zip
 pytestmark = pytest.mark.interop
 
 GEOMETRIES = ((96, 8, 4), (96, 12, 3), (192, 16, 16))
-"""Hidden size, query heads, key/value heads."""
+"""Hidden size, query heads, key/value heads: dividing by the ranks, or not."""
 
 PLANNED = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "codegen")
 """Families whose plan DeepSpeed follows."""
@@ -140,7 +142,7 @@ def build(peer, family, geometry, **more):
 
 
 class _Group:
-    """A group of ranks of which this is the first: no more is asked of it."""
+    """A group of ranks of which this is the last: no more is asked of it."""
 
     def __init__(self, ranks):
         self.ranks = ranks
@@ -149,7 +151,7 @@ class _Group:
         return True
 
     def get_rank(self, group=None):  # noqa: ARG002
-        return 0
+        return self.ranks - 1
 
     def get_world_size(self, group=None):  # noqa: ARG002
         return self.ranks
@@ -199,6 +201,7 @@ def config_of(model):
 def assert_agree(peer, monkeypatch, model, ranks, *, plan, grain=1):
     """Both cut every parameter alike, or both refuse; whether any is cut."""
     shapes, config = shapes_of(model), config_of(model)
+    full = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     try:
         maps = cut(peer, monkeypatch, model, ranks, plan=plan, grain=grain)
     except (AssertionError, ValueError):
@@ -213,14 +216,18 @@ def assert_agree(peer, monkeypatch, model, ranks, *, plan, grain=1):
         key = json.dumps(stored, sort_keys=True)
         known[key] = known.get(key) or from_affine_map(stored)
         assert same_layout(layout, known[key]), name
+        shard = model.get_parameter(name).detach()
+        assert peer.torch.equal(shard, extract(layout, full[name], ranks - 1)), name
     return any(layout.shard_shape(0) != layout.full_shape for layout in layouts.values())
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [(2, 0), (3, 0), (3, 1), (4, 0), (4, 1), (6, 1), (6, 2), (8, 0), (8, 2)],
+)
 @pytest.mark.parametrize("family", [*PLANNED, *REFUSED_PLANS, *WITHOUT_PLAN])
-def test_layers_are_cut_by_class_and_name(peer, monkeypatch, family, geometry, ranks):
-    model = build(peer, family, geometry)
+def test_layers_are_cut_by_class_and_name(peer, monkeypatch, family, number, ranks):
+    model = build(peer, family, GEOMETRIES[number])
 
     was_cut = assert_agree(peer, monkeypatch, model, ranks, plan=False)
 
