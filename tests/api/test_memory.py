@@ -16,21 +16,24 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MEASURED = """
 import json, sys
 from restride import api
-from restride.formats import deepspeed, safetensors
+from restride.formats import deepspeed, safetensors, universal
+from restride.formats.deepspeed import companions
 
 def peak():
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 before = peak()
-report = api.convert(sys.argv[1], sys.argv[2], states="all", budget_nbytes=int(sys.argv[3]))
+report = api.convert(
+    sys.argv[1], sys.argv[2], to=sys.argv[3], states="all", budget_nbytes=int(sys.argv[4])
+)
 print(json.dumps([before, peak(), report.projected_nbytes, report.written_nbytes]))
 """
 
 
-def converted(source, out, budget_nbytes):
+def converted(source, out, to, budget_nbytes):
     done = subprocess.run(
-        [sys.executable, "-c", MEASURED, source, out, str(budget_nbytes)],
+        [sys.executable, "-c", MEASURED, source, out, to, str(budget_nbytes)],
         check=True,
         capture_output=True,
         text=True,
@@ -41,9 +44,12 @@ def converted(source, out, budget_nbytes):
 
 @pytest.mark.slow
 @pytest.mark.interop
-@pytest.mark.parametrize("budget_nbytes", [256_000_000, 64_000_000])
-def test_four_gibibytes_are_converted_inside_the_budget(budget_nbytes, large, tmp_path):
-    before, peak, projected, written = converted(large, tmp_path / "out", budget_nbytes)
+@pytest.mark.parametrize(
+    ("to", "budget_nbytes"),
+    [("safetensors", 256_000_000), ("safetensors", 64_000_000), ("universal", 64_000_000)],
+)
+def test_four_gibibytes_are_converted_inside_the_budget(to, budget_nbytes, large, tmp_path):
+    before, peak, projected, written = converted(large, tmp_path / "out", to, budget_nbytes)
 
     assert written > 4 << 30
     assert projected <= budget_nbytes
