@@ -302,9 +302,9 @@ def tree(peer, name, children):
     return module
 
 
-def custom(peer, name, model_type, layer, **config):
+def custom(peer, name, model_type, layer, *, block="DecoderLayer", **config):
     """A model of custom code, as far as AutoTP looks at one."""
-    body = tree(peer, f"{name}Model", {"layers": [(f"{name}DecoderLayer", layer)] * 2, "norm": 48})
+    body = tree(peer, f"{name}Model", {"layers": [(f"{name}{block}", layer)] * 2, "norm": 48})
     model = tree(peer, f"{name}ForCausalLM", {"model": body, "lm_head": (130, 48)})
     numbers = {"model_type": model_type, "hidden_size": 48, "num_attention_heads": 12, **config}
     model.config = SimpleNamespace(
@@ -332,6 +332,26 @@ def test_yuan_is_cut_by_its_heads(peer, monkeypatch, ranks):
         "input_layernorm": 48,
     }
     model = custom(peer, "Yuan", "yuan", layer)
+
+    assert assert_agree(peer, monkeypatch, model, ranks, plan=False)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("groups", [2, 12])
+def test_chatglm_is_cut_by_its_query_groups(peer, monkeypatch, groups, ranks):
+    """Two groups of k and v beside twelve queries of four rows each, or as many as there are."""
+    layer = {
+        "input_layernorm": 48,
+        "self_attention": (
+            "SelfAttention",
+            {"query_key_value": (48 + 8 * groups, 48), "dense": (48, 48)},
+        ),
+        "post_attention_layernorm": 48,
+        "mlp": ("MLP", {"dense_h_to_4h": (140, 48), "dense_4h_to_h": (48, 70)}),
+    }
+    model = custom(
+        peer, "ChatGLM", "chatglm", layer, block="GLMBlock", multi_query_group_num=groups
+    )
 
     assert assert_agree(peer, monkeypatch, model, ranks, plan=False)
 

@@ -167,6 +167,16 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 ("**.mlp.down_proj", "row"),
                 required=_GROUPED,
             ),
+            Family(
+                "chatglm",
+                _rules(
+                    ("**.self_attention.query_key_value", "glm-qkv"),
+                    ("**.self_attention.dense", "row"),
+                    ("**.mlp.dense_h_to_4h", "gate-up"),
+                    ("**.mlp.dense_4h_to_h", "row"),
+                ),
+                required=("multi_query_group_num",),
+            ),
             Family("falcon", _rules(*_FUSED_ATTENTION)),
             Family("bloom", _rules(*_FUSED_ATTENTION)),
             Family(
