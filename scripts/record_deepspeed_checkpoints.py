@@ -6,6 +6,9 @@ Writes tests/data/deepspeed/NAME/, about 30 kB each, with a `reference.safetenso
 the running engine and not from the files: master weights and moments as DeepSpeed gathers them over
 the ranks. Needs torch and deepspeed (seen with 2.13.0 and 0.19.8); CPU and gloo, 10 s for each.
 
+For ZeRO-3, which keeps no weights in its files, the gathered weights are in it as well, widened to
+fp32; with tensor parallelism there is a file for each of its ranks.
+
 `round_robin_z2` is the exception: there the engine's own view of its fragments is wrong, and the
 reference is that of the same run without the round robin. The experts have no reference: no rank
 of the engine can gather them all. They need transformers as well (seen with 5.24.0).
@@ -78,6 +81,40 @@ VARIANTS: dict[str, dict[str, Any]] = {
             **EXPERTS,
         },
     },
+    "partitioned_z3": {
+        "ranks": 3,
+        "groups": True,
+        "tied": True,
+        "frozen": True,
+        "config": {
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_param_persistence_threshold": 0,
+                "sub_group_size": 30,
+            }
+        },
+    },
+    "persistent_momentum_z3": {
+        "ranks": 2,
+        "momentum": True,
+        "config": {"zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True},
+    },
+    "tensor_parallel_z3": {
+        "ranks": 4,
+        "llama": True,
+        "config": {
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "tensor_parallel": {"autotp_size": 2},
+        },
+    },
+    "experts_z3": {
+        "ranks": 4,
+        "experts": True,
+        "config": {
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            **EXPERTS,
+        },
+    },
 }
 
 
@@ -87,6 +124,7 @@ def build(variant: dict[str, Any]) -> Any:
     from torch import nn
 
     torch.manual_seed(0)
+    stage = variant["config"]["zero_optimization"]["stage"]
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -97,7 +135,8 @@ def build(variant: dict[str, Any]) -> Any:
             self.down = nn.Linear(5, 6)
             self.norm = nn.LayerNorm(6)
             self.head = nn.Linear(6, 11, bias=False)
-            self.empty = nn.Parameter(torch.zeros(0, 3))
+            if stage < 3:  # noqa: PLR2004 - ZeRO-3 cannot fetch a parameter without elements
+                self.empty = nn.Parameter(torch.zeros(0, 3))
             self.register_buffer("positions", torch.arange(5, dtype=torch.int64))
 
         def forward(self, tokens: Any) -> Any:
@@ -146,6 +185,25 @@ def build_experts() -> Any:
     )
 
 
+def build_llama() -> Any:
+    """Build a Llama whose three heads for keys and values are cut unevenly over two ranks."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=8,
+            hidden_size=24,
+            intermediate_size=10,
+            num_hidden_layers=1,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            max_position_embeddings=16,
+        )
+    )
+
+
 def parameter_groups(model: Any, variant: dict[str, Any]) -> list[Any]:
     """Split off what gets no weight decay, as everybody does."""
     if not variant.get("groups"):
@@ -182,7 +240,11 @@ def train(rank: int, variant: dict[str, Any], out: str) -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
-    model = build_experts() if variant.get("experts") else build(variant)
+    is_language_model = variant.get("experts") or variant.get("llama")
+    if variant.get("llama"):
+        model = build_llama()
+    else:
+        model = build_experts() if variant.get("experts") else build(variant)
     groups = parameter_groups(model, variant)
     # The norm of the gradients adds them up in the order of the buffer, which the variants change.
     config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9, **BF16}
@@ -199,10 +261,12 @@ def train(rank: int, variant: dict[str, Any], out: str) -> None:
         optimizer=optimizer,
         config=config,
     )
-    generator = torch.Generator().manual_seed(rank)
+    # Tensor-parallel ranks are neighbours, and train on the same tokens.
+    tp_size = config.get("tensor_parallel", {}).get("autotp_size", 1)
+    generator = torch.Generator().manual_seed(rank // tp_size)
     for _ in range(2):
         tokens = torch.randint(0, 8, (2, 4), generator=generator)
-        if variant.get("experts"):
+        if is_language_model:
             loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
         else:
             loss = engine(tokens)
@@ -211,34 +275,44 @@ def train(rank: int, variant: dict[str, Any], out: str) -> None:
     random_state = torch.get_rng_state()[:24].clone()
     engine.save_checkpoint(out, tag="step", client_state={"epoch": 3, "random": random_state})
     if not variant.get("experts"):
-        save_reference(engine, rank, out, "momentum" if optimizer else "adam")
+        stage = config["zero_optimization"]["stage"]
+        states = ["momentum_buffer"] if optimizer else ["exp_avg", "exp_avg_sq"]
+        save_reference(engine, rank, out, states, stage, tp_size)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def save_reference(engine: Any, rank: int, out: str, kind: str) -> None:
-    """Save what the engine says that its parameters and states are."""
+def save_reference(
+    engine: Any, rank: int, out: str, states: list[str], stage: int, tp_size: int
+) -> None:
+    """Save what the engine says that its parameters and states are; one file for each tp rank."""
     from safetensors.torch import save_file
 
-    # Fragments are linked after the step of the first group, when the others have no state yet.
-    engine.optimizer._hp_optimizer_states_linked = False  # noqa: SLF001
-    engine.optimizer._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
-    states = ["momentum_buffer"] if kind == "momentum" else ["exp_avg", "exp_avg_sq"]
-    reference = gather(engine.module, states)
-    if not rank:
-        save_file(reference, f"{out}/reference.safetensors")
+    if stage in {1, 2}:
+        # Fragments are linked after the step of the first group, when the others have no state.
+        engine.optimizer._hp_optimizer_states_linked = False  # noqa: SLF001
+        engine.optimizer._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
+    reference = gather(engine, states)
+    if rank < tp_size:
+        name = f"reference_tp{rank}" if tp_size > 1 else "reference"
+        save_file(reference, f"{out}/{name}.safetensors")
 
 
-def gather(model: Any, states: list[str]) -> dict[str, Any]:
+def gather(engine: Any, states: list[str]) -> dict[str, Any]:
     """Ask the engine for the whole of each trained parameter; every rank has to take part."""
+    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.numel():
+    for name, parameter in engine.module.named_parameters():
+        is_partitioned = hasattr(parameter, "ds_id")
+        if parameter.requires_grad and getattr(parameter, "ds_numel", parameter.numel()):
             found[f"{name}/fp32"] = safe_get_full_fp32_param(parameter)
             for state in states:
                 found[f"{name}/{state}"] = safe_get_full_optimizer_state(parameter, state)
+        if is_partitioned:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                found[f"{name}/weight"] = parameter.detach().float()
     return {key: value.detach().clone().contiguous() for key, value in found.items()}
 
 

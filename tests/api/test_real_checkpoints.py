@@ -22,10 +22,13 @@ WITH_REFERENCE = [
     "codegen_rowcut_tp2_z1",
     "llama_tied_tp2_z1",
     "llama_tp1dp2_z1",
+    "llama_tp1dp2_z3",
     "llama_tp2_z1",
     "llama_tp2_z1_fp32",
+    "llama_tp2_z3",
     "llama_unevenkv_tp2_z1",
     "mixtral_ep2_z1",
+    "mixtral_ep2_z3",
     "mixtral_tp2_z1",
     "opt_tp2_z1",
 ]
@@ -64,14 +67,19 @@ def test_all_states_are_those_of_the_peer_bit_for_bit(name, shared, tmp_path):
     for key, wanted in reference.items():
         tensor, _, state = key.rpartition("/")
         if key in ours:
-            assert np.array_equal(ours[key], wanted), key
+            # Of ZeRO-3 without tensor parallelism the peer writes flat tensors, we the real shapes.
+            assert wanted.ndim == 2 or ours[key].shape == wanted.shape
+            assert ours[key].tobytes() == wanted.tobytes(), key
         else:
             # A tied name, or a second name of a router, has no master copy of its own. The peer
             # makes one by widening the trained weight, and so loses the bits that its owner has;
             # here the name has the weight that was trained, and only that.
             assert state == "fp32"
             assert np.array_equal(widened(ours[aliases.get(tensor, tensor)]), wanted), key
-    assert set(ours) - set(reference) == {t.name for t in api.open(source).tensors}
+    names = {t.name for t in api.open(source).tensors}
+    # Of ZeRO-3 the peer leaves the step out.
+    steps = {f"{name}/step" for name in names if source.name.endswith("_z3")}
+    assert set(ours) - set(reference) == names | steps
     assert report.tensor_count == len(ours)
 
 
@@ -254,11 +262,19 @@ def test_nothing_is_overwritten_without_being_asked(shared, tmp_path):
     assert files_below(tmp_path / "out") == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["llama_tp2_z3", "codegen_fused_tp2_z0"])
-def test_stages_that_cannot_be_read_are_refused_with_what_can(name, shared, tmp_path):
-    with pytest.raises(UnsupportedError, match="ZeRO-1 and ZeRO-2"):
-        api.convert(shared / "checkpoints" / name, tmp_path / "out")
+def test_stages_that_cannot_be_read_are_refused_with_what_can(shared, tmp_path):
+    with pytest.raises(UnsupportedError, match="ZeRO-1, ZeRO-2 and ZeRO-3"):
+        api.convert(shared / "checkpoints" / "codegen_fused_tp2_z0", tmp_path / "out")
     assert files_below(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["llama_tp2_z3", "mixtral_ep2_z3"])
+def test_weights_that_zero_3_does_not_keep_have_the_dtype_of_the_training(name, shared, tmp_path):
+    report = api.convert(shared / "checkpoints" / name, tmp_path / "out")
+
+    catalog = api.open(tmp_path / "out")
+    assert {tensor.states["weight"].dtype.name for tensor in catalog.tensors} == {"bfloat16"}
+    assert report.tensor_count == len(catalog.tensors)
 
 
 def test_a_format_that_cannot_be_written_is_refused(shared, tmp_path):

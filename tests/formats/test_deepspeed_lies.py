@@ -310,7 +310,6 @@ def test_two_model_files_of_one_rank(saved):
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("zero_pp_rank_0_mp_rank_00_model_states.pt", "ZeRO-3"),
         ("layer_00-model_00-model_states.pt", "pipeline-parallel layers"),
         ("expert_0_mp_rank_00_model_states.pt", "experts of an old DeepSpeed"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "expert optimizers without ZeRO"),

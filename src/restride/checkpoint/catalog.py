@@ -86,6 +86,8 @@ class TensorEntry:
             optimizer states under the optimizer's own names.
         is_frozen: Whether it is a parameter without gradient.
         aliases: Other names of the same tensor (tied weights).
+        trained_dtype: Type that the parameter is trained in, where it is known. It matters where
+            no weight is stored (ZeRO-3): then the weight is the master copy, rounded to this.
     """
 
     name: str
@@ -94,6 +96,7 @@ class TensorEntry:
     states: Mapping[str, StateEntry]
     is_frozen: bool = False
     aliases: tuple[str, ...] = ()
+    trained_dtype: DType | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from restride.checkpoint.dtypes import DTYPES
 from restride.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -13,7 +14,15 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog, StateEntry, TensorEntry
     from restride.checkpoint.dtypes import DType
 
-__all__ = ["COPIED", "Selected", "States", "Target", "select_optimizer", "select_weights"]
+__all__ = [
+    "COPIED",
+    "Selected",
+    "States",
+    "Target",
+    "cast_target",
+    "select_optimizer",
+    "select_weights",
+]
 
 States: TypeAlias = Literal["weights", "all"]
 Target: TypeAlias = Literal["safetensors", "universal"]
@@ -43,25 +52,39 @@ class Selected:
     dtype: DType
 
 
+def cast_target(name: str) -> DType:
+    """Look up a dtype that weights can be cast to.
+
+    Raises:
+        UnsupportedError: There is none of that name, or weights cannot be cast to it.
+    """
+    if name not in _CAST_TARGETS:
+        raise UnsupportedError(
+            f"weights cannot be cast to {name}", remedy=f"choose {', '.join(_CAST_TARGETS)}"
+        )
+    return DTYPES[name]
+
+
 def select_weights(catalog: Catalog, dtype: DType | None = None) -> Iterator[Selected]:
     """Yield one array per tensor, under the tensor's own name.
 
-    Without `dtype` that is the weight as it was trained. With it, parameters are read from the
-    state that has that very type, else from the master copy, so that no value is rounded twice.
-    Buffers and integers are kept as they are: a mask or a table of indices has no other dtype.
+    Without `dtype` that is the weight as it was trained: the stored one, or, where a checkpoint has
+    none, the master copy rounded to the type of the training. With `dtype`, parameters are read
+    from the state that has that very type, else from the master copy, so that no value is rounded
+    twice. Buffers and integers are kept as they are: a mask or a table of indices has no other
+    dtype.
 
     Raises:
         UnsupportedError: A parameter has no weight and no master copy, or the cast is not known.
     """
-    if dtype is not None and dtype.name not in _CAST_TARGETS:
-        raise UnsupportedError(
-            f"weights cannot be cast to {dtype.name}", remedy=f"choose {', '.join(_CAST_TARGETS)}"
-        )
+    if dtype is not None:
+        dtype = cast_target(dtype.name)
     for tensor in catalog.tensors:
         state = _weight_state(tensor, dtype)
         entry = tensor.states[state]
-        is_cast = dtype is not None and tensor.kind == "parameter" and entry.dtype.kind == "float"
-        wanted = dtype if is_cast and dtype is not None else entry.dtype
+        asked = dtype or (None if "weight" in tensor.states else tensor.trained_dtype)
+        is_cast = asked is not None and tensor.kind == "parameter" and entry.dtype.kind == "float"
+        wanted = asked if is_cast and asked is not None else entry.dtype
         if wanted != entry.dtype and entry.dtype.name not in _CAST_TARGETS:
             raise UnsupportedError(
                 f"{entry.dtype.name} cannot be cast to {wanted.name}",

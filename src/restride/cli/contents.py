@@ -112,7 +112,10 @@ def _tone(finding: Finding) -> Tone:
 
 def _dtype(tensor: TensorEntry) -> str:
     """The dtype that was trained in, or that of the first state there is."""
-    entry = tensor.states.get("weight") or next(iter(tensor.states.values()), None)
+    weight = tensor.states.get("weight")
+    if weight is None and tensor.trained_dtype is not None:
+        return str(tensor.trained_dtype)
+    entry = weight or next(iter(tensor.states.values()), None)
     return str(entry.dtype) if entry is not None else "-"
 
 

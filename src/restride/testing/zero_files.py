@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Cut", "Parameter", "ZeroRun", "write_zero_run"]
+__all__ = ["Cut", "Parameter", "ZeroRun", "box_map", "shard_of", "stored", "write_zero_run"]
 
 Cut: TypeAlias = "tuple[int, tuple[int, ...]] | None"
 """Dimension and width of each tensor-parallel rank, or None where all hold it whole."""
@@ -82,7 +82,8 @@ def write_zero_run(folder: Path, run: ZeroRun) -> None:
             save_file(tag / name, _zero_file(run, dp, tp, groups))
 
 
-def _shard(run: ZeroRun, name: str, state: str, tp: int) -> NDArray[Any]:
+def shard_of(run: ZeroRun, name: str, state: str, tp: int) -> NDArray[Any]:
+    """The part of a state that a tensor-parallel rank has."""
     parameter = run.parameters[name]
     whole = parameter.states[state].reshape(parameter.shape)
     if parameter.cut is None:
@@ -100,7 +101,7 @@ def _groups(run: ZeroRun, tp: int) -> list[list[str]]:
         names = [
             name
             for name, parameter in run.parameters.items()
-            if parameter.group == number and _shard(run, name, "weight", tp).size
+            if parameter.group == number and shard_of(run, name, "weight", tp).size
         ]
         if run.is_round_robin:
             names = [name for first in range(run.dp) for name in names[first :: run.dp]]
@@ -113,7 +114,7 @@ def _flat(run: ZeroRun, names: list[str], state: str, tp: int) -> tuple[NDArray[
     parts: list[NDArray[Any]] = []
     paddings = []
     for place, name in enumerate(names):
-        parts.append(_shard(run, name, state, tp).ravel())
+        parts.append(shard_of(run, name, state, tp).ravel())
         stop = sum(map(len, parts))
         paddings.append(0 if place == len(names) - 1 else -stop % run.alignment)
         parts.append(np.zeros(paddings[-1], parts[0].dtype))
@@ -130,7 +131,7 @@ def _mapping(
     mapping = OrderedDictValue()
     start = 0
     for name, padding in zip(names, paddings, strict=True):
-        stop = start + _shard(run, name, "weight", tp).size
+        stop = start + shard_of(run, name, "weight", tp).size
         low, high = max(start, dp * width), min(stop, (dp + 1) * width)
         if low < high:
             state: Any = {"numel": high - low, "start": low - dp * width}
@@ -148,15 +149,15 @@ def _zero_file(run: ZeroRun, dp: int, tp: int, groups: list[list[str]]) -> Any:
         states = [key for key in run.parameters[names[0]].states if key not in {"weight", "fp32"}]
         flat, after = _flat(run, names, "fp32", tp)
         width = len(flat) // run.dp
-        end = sum(_shard(run, name, "fp32", tp).size for name in names) + sum(after)
+        end = sum(shard_of(run, name, "fp32", tp).size for name in names) + sum(after)
         left = width - max(0, min(end - dp * width, width))
         booked = (len(flat) - end if dp == run.dp - 1 else 0) if is_bf16 else left
         kept = width - (0 if is_bf16 else left)
-        masters.append(_array(flat[dp * width :][:kept]))
+        masters.append(stored(flat[dp * width :][:kept]))
         kept = width - left if run.writer == "elastic" else width
         entry: dict[Any, Any] = {"step": Array("float32", (), np.float32(2).tobytes())}
         for key in states:
-            entry[key] = _array(_flat(run, names, key, tp)[0][dp * width :][:kept])
+            entry[key] = stored(_flat(run, names, key, tp)[0][dp * width :][:kept])
         own.append(entry)
         paddings.append(booked)
         alignments.append(after)
@@ -180,15 +181,15 @@ def _zero_file(run: ZeroRun, dp: int, tp: int, groups: list[list[str]]) -> Any:
 def _model_file(run: ZeroRun, tp: int, groups: list[list[str]]) -> Any:
     module: Any = OrderedDictValue()
     for name in run.parameters:
-        shard = _shard(run, name, "weight", tp)
-        module[name] = _array(shard)
+        shard = shard_of(run, name, "weight", tp)
+        module[name] = stored(shard)
     shapes = []
     for names in groups:
         group = OrderedDictValue()
         for name in names:
-            group[name] = _shard(run, name, "weight", tp).shape
+            group[name] = shard_of(run, name, "weight", tp).shape
         shapes.append(group)
-    maps = {f"^{_escape(name)}$": _map(run, name) for name in run.parameters}
+    maps = {f"^{_escape(name)}$": box_map(run, name) for name in run.parameters}
     info: dict[str, Any] = {"affine_map": {"version": 1, "params": maps}}
     return {
         "module": module,
@@ -206,13 +207,13 @@ def _model_file(run: ZeroRun, tp: int, groups: list[list[str]]) -> Any:
     }
 
 
-def _map(run: ZeroRun, name: str) -> dict[str, Any]:
+def box_map(run: ZeroRun, name: str) -> dict[str, Any]:
     """The affine map that DeepSpeed stores: one box on each rank."""
     parameter = run.parameters[name]
     full = parameter.shape
     ranks: dict[Any, Any] = {}
     for tp in range(run.tp):
-        shard = _shard(run, name, "weight", tp).shape
+        shard = shard_of(run, name, "weight", tp).shape
         base, holders = 0, list(range(run.tp))
         if parameter.cut is not None:
             dim, widths = parameter.cut
@@ -239,5 +240,6 @@ def _config(run: ZeroRun) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 1, "round_robin_gradients": run.is_round_robin}}
 
 
-def _array(values: NDArray[Any]) -> Array:
+def stored(values: NDArray[Any]) -> Array:
+    """An array as a tensor to be saved."""
     return Array(str(values.dtype), values.shape, np.ascontiguousarray(values).tobytes())

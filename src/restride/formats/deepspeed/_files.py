@@ -2,17 +2,18 @@
 
     latest                                                  the tag, as text
     TAG/mp_rank_TT_model_states.pt                          weights of one tensor-parallel rank
+    TAG/zero_pp_rank_D_mp_rank_TT_model_states.pt           ZeRO-3: the same of one (dp, tp) rank
     TAG/[bf16_|fp16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt   optimizer of one (dp, tp) rank
     TAG/layer_L_expert_E_mp_rank_TT_model_states.pt         one expert of one layer
 
-The "pp_rank" in the name of an optimizer file is the data-parallel rank.
+The "pp_rank" in the names of ZeRO files is the data-parallel rank.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from restride.errors import CorruptError, ExecutionError, FormatError, UnsupportedError
 
@@ -34,6 +35,7 @@ _OTHER_LAYOUTS: Final = (
     (re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt"), "expert optimizers without ZeRO"),
 )
 _LATEST: Final = "latest"
+_Rank = TypeVar("_Rank", int, tuple[int, int])
 _LONGEST_TAG: Final = 1024
 
 
@@ -72,6 +74,7 @@ class TagFolder:
         path: The folder.
         below: Its name below the path that was opened, with a slash, or empty.
         models: Model files by tensor-parallel rank.
+        partitioned: Model files of ZeRO-3 by (data-parallel, tensor-parallel) rank.
         optimizers: Optimizer files in the order of their names.
         experts: Expert files in the order of their names.
         unknown: Other ``.pt`` files.
@@ -80,6 +83,7 @@ class TagFolder:
     path: Path
     below: str
     models: dict[int, str] = field(default_factory=dict)
+    partitioned: dict[tuple[int, int], str] = field(default_factory=dict)
     optimizers: list[OptimizerFile] = field(default_factory=list)
     experts: list[ExpertFile] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -127,34 +131,40 @@ def list_files(path: Path, below: str) -> TagFolder:
     """Sort the files of a tag folder by what their names say.
 
     Raises:
-        CorruptError: Two names are of one rank.
+        CorruptError: Two names are of one rank, or some are of ZeRO-3 and some are not.
         UnsupportedError: The names tell of something that cannot be read yet.
     """
     folder = TagFolder(path, below)
     for name in _names(path):
         if match := _MODEL.fullmatch(name):
-            if folder.models.setdefault(int(match[1]), name) != name:
-                raise CorruptError(
-                    f"has two model files of tp rank {int(match[1])}: "
-                    f"{folder.models[int(match[1])]} and {name}",
-                    where=str(path),
-                )
+            _add(folder.models, int(match[1]), name, f"tp rank {int(match[1])}", path)
+        elif match := _ZERO3_MODEL.fullmatch(name):
+            dp, tp = int(match[1]), int(match[2])
+            _add(folder.partitioned, (dp, tp), name, f"dp rank {dp}, tp rank {tp}", path)
         elif match := _OPTIMIZER.fullmatch(name):
             folder.optimizers.append(
                 OptimizerFile(name, match[1], dp=int(match[2]), tp=int(match[3]))
             )
         elif match := _EXPERT.fullmatch(name):
             folder.experts.append(ExpertFile(name, int(match[1]), int(match[2]), tp=int(match[3])))
-        elif _ZERO3_MODEL.fullmatch(name):
-            raise UnsupportedError(
-                f"is a ZeRO-3 checkpoint: {name} holds partitioned weights",
-                where=str(path),
-                remedy="ZeRO-1 and ZeRO-2 checkpoints can be read",
-            )
         elif name.endswith(".pt"):
             _refuse_other(path, name)
             folder.unknown.append(name)
+    if folder.models and folder.partitioned:
+        raise CorruptError(
+            f"has model files of ZeRO-3 and of another stage: "
+            f"{next(iter(folder.partitioned.values()))} and {next(iter(folder.models.values()))}",
+            where=str(path),
+            remedy="put only the files of one save into the folder",
+        )
     return folder
+
+
+def _add(known: dict[_Rank, str], rank: _Rank, name: str, rank_name: str, path: Path) -> None:
+    if known.setdefault(rank, name) != name:
+        raise CorruptError(
+            f"has two model files of {rank_name}: {known[rank]} and {name}", where=str(path)
+        )
 
 
 def _refuse_other(path: Path, name: str) -> None:
@@ -163,8 +173,8 @@ def _refuse_other(path: Path, name: str) -> None:
             raise UnsupportedError(
                 f"has {what}: {name}",
                 where=str(path),
-                remedy="ZeRO-1 and ZeRO-2 checkpoints with tensor, data and AutoEP expert "
-                "parallelism can be read",
+                remedy="checkpoints of one stage with tensor, data and AutoEP expert parallelism "
+                "can be read",
             )
 
 

@@ -1,10 +1,17 @@
-"""One ``mp_rank_TT_model_states.pt``: weights, shapes in flat order, what is tied or frozen."""
+"""One ``*_model_states.pt``: weights, shapes in flat order, what is tied or frozen.
+
+Under ZeRO-3 every (dp, tp) rank writes one. Its module has the names and dtypes of the parameters,
+and of each an empty tensor instead of the weight: the values are in the optimizer's partitions, or
+for frozen parameters in `frozen_param_fragments`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, FormatError, UnsupportedError
 
@@ -12,9 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from restride.algebra.layout import Shape
+    from restride.checkpoint.dtypes import DType
     from restride.formats.deepspeed._fields import Field
 
-__all__ = ["CONSUMED_KEYS", "ModelFile", "Shapes", "read_model_file"]
+__all__ = ["CONSUMED_KEYS", "ModelFile", "Shapes", "configured_dtype", "read_model_file"]
 
 Shapes: TypeAlias = "Mapping[str, Shape]"
 
@@ -31,16 +39,23 @@ CONSUMED_KEYS: Final = frozenset(
 )
 """Top-level keys that become tensors and layouts; all others are carried as values."""
 
+_PRECISIONS: Final = {"bfloat16": ("bf16", "bfloat16"), "float16": ("fp16",)}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """What the model file of one tensor-parallel rank says.
+    """What the model file of one tensor-parallel rank says; of one (dp, tp) rank under ZeRO-3.
 
     Attributes:
         name: Name of the file below the root of the checkpoint.
+        dp: Data-parallel rank under ZeRO-3, else None: the file is that of all.
         tp: Tensor-parallel rank, from the name.
         root: Everything in the file.
-        weights: Tensors of the module, and of the frozen fragments that it lacks.
+        dtypes: Type of every tensor of the module, in its order.
+        weights: Tensors of the module, and of the frozen fragments that it lacks. The empty tensors
+            that ZeRO-3 leaves of partitioned parameters are not among them.
+        fragments: This rank's chunks of frozen parameters, under ZeRO-3.
+        optimizer: The optimizer's state, where it is in the model file: without ZeRO.
         extras: Entries of the module that are no tensors.
         param_shapes: For each optimizer group the shapes of this rank's shards, in the order of the
             flat buffer. None where there is no ZeRO optimizer.
@@ -52,9 +67,13 @@ class ModelFile:
     """
 
     name: str
+    dp: int | None
     tp: int
     root: Field
+    dtypes: Mapping[str, DType]
     weights: Mapping[str, StoredTensor]
+    fragments: Mapping[str, StoredTensor]
+    optimizer: Field | None
     extras: tuple[Field, ...]
     param_shapes: tuple[Shapes, ...] | None
     frozen: Shapes
@@ -64,41 +83,73 @@ class ModelFile:
     tp_size: int | None
 
 
-def read_model_file(root: Field, name: str, tp: int) -> ModelFile:
+def read_model_file(root: Field, name: str, tp: int, dp: int | None = None) -> ModelFile:
     """Read the inert content of a model file.
+
+    Args:
+        root: The content.
+        name: Name of the file.
+        tp: Tensor-parallel rank.
+        dp: Data-parallel rank, where the file is that of one: under ZeRO-3.
 
     Raises:
         FormatError: It is none, or a part of it has another type than it must have.
         CorruptError: Parts of it contradict each other.
-        UnsupportedError: It is of a pipeline-parallel or ZeRO-0 run.
+        UnsupportedError: It is of a pipeline-parallel run.
     """
     _refuse_others(root)
-    weights: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     extras: list[Field] = []
     for key, entry in root.at("module").items():
         if isinstance(entry.value, StoredTensor):
-            weights[key] = entry.value
+            stored[key] = entry.value
         else:
             extras.append(entry)
+    dtypes = {key: tensor.storage.dtype for key, tensor in stored.items()}
     frozen = _shapes(root.get("frozen_param_shapes"))
-    _add_fragments(weights, frozen, root)
+    fragments = root.get("frozen_param_fragments")
+    chunks = {key: entry.tensor() for key, entry in fragments.items()} if fragments else {}
     groups = root.get("param_shapes")
     buffers, shared = root.get("buffer_names"), root.get("shared_params")
+    buffer_names = frozenset(buffers.texts() if buffers else ())
+    if dp is None:
+        _add_whole(stored, chunks, frozen, root)
+        weights, chunks = stored, {}
+    else:
+        weights = _without_placeholders(stored, frozen, buffer_names)
     model = ModelFile(
         name,
+        dp,
         tp,
         root,
+        dtypes,
         weights,
+        chunks,
+        root.get("optimizer"),
         tuple(extras),
         None if groups is None else tuple(_shapes(group) for group in groups.elements()),
         frozen,
-        frozenset(buffers.texts() if buffers else ()),
+        buffer_names,
         {key: entry.text() for key, entry in shared.items()} if shared else {},
         _world_size(root, "dp_world_size"),
         _world_size(root, "mp_world_size"),
     )
     _check_shapes(model)
     return model
+
+
+def configured_dtype(root: Field) -> DType | None:
+    """Return the type that the configuration trains in, where there is a configuration."""
+    config = root.get("ds_config")
+    if config is None or not config.is_mapping:
+        return None
+    for dtype, keys in _PRECISIONS.items():
+        for key in keys:
+            section = config.get(key)
+            enabled = section.get("enabled") if section and section.is_mapping else None
+            if enabled is not None and enabled.value is True:
+                return DTYPES[dtype]
+    return DTYPES["float32"]
 
 
 def _refuse_others(root: Field) -> None:
@@ -117,7 +168,7 @@ def _refuse_others(root: Field) -> None:
             "is a ZeRO-0 checkpoint: the optimizer state is inside the model file, by number and "
             "without names",
             where=root.where,
-            remedy="ZeRO-1 and ZeRO-2 checkpoints can be read",
+            remedy="ZeRO-1, ZeRO-2 and ZeRO-3 checkpoints can be read",
         )
     if root.get("module") is None:
         raise FormatError(
@@ -131,19 +182,31 @@ def _shapes(stored: Field | None) -> dict[str, Shape]:
     return {} if stored is None else {name: entry.shape() for name, entry in stored.items()}
 
 
-def _add_fragments(weights: dict[str, StoredTensor], frozen: Shapes, root: Field) -> None:
+def _add_whole(
+    weights: dict[str, StoredTensor],
+    fragments: Mapping[str, StoredTensor],
+    frozen: Shapes,
+    root: Field,
+) -> None:
     """Use the separate copy of a frozen parameter where the module does not have it."""
-    fragments = root.get("frozen_param_fragments")
-    if fragments is None:
-        return
-    for name, entry in fragments.items():
-        tensor = entry.tensor()
+    for name, tensor in fragments.items():
         if name in frozen and tensor.shape != frozen[name]:
             raise CorruptError(
                 f"has shape {tensor.shape}, frozen_param_shapes says {frozen[name]}",
-                where=entry.where,
+                where=f"{root.where}: frozen_param_fragments[{name!r}]",
             )
         weights.setdefault(name, tensor)
+
+
+def _without_placeholders(
+    stored: Mapping[str, StoredTensor], frozen: Shapes, buffers: frozenset[str]
+) -> dict[str, StoredTensor]:
+    """Keep what the module has of itself; a parameter may really be without elements."""
+    return {
+        name: tensor
+        for name, tensor in stored.items()
+        if prod(tensor.shape) or name in buffers or frozen.get(name) == tensor.shape
+    }
 
 
 def _world_size(root: Field, key: str) -> int | None:

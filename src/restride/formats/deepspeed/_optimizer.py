@@ -1,13 +1,15 @@
 """One ``zero_pp_rank_D_mp_rank_TT_optim_states.pt``: the flat partitions of one rank.
 
-Two classes of DeepSpeed write it. The ZeRO-1/2 optimizer (with a ``zero_stage``) cuts the padding
+Three classes of DeepSpeed write it. The ZeRO-1/2 optimizer (with a ``zero_stage``) cuts the padding
 at the end off the fp32 partition, and keeps it on the optimizer's own states unless
-``elastic_checkpoint`` is on. BF16_Optimizer (without ``zero_stage``) cuts nothing.
+``elastic_checkpoint`` is on. BF16_Optimizer (without ``zero_stage``) cuts nothing. The ZeRO-3
+optimizer cuts every parameter by itself, and splits large parameter groups into sub-groups: one
+flat partition each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.values import Constructed, StoredTensor
@@ -15,9 +17,9 @@ from restride.errors import CorruptError, FormatError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
-__all__ = ["CONSUMED_KEYS", "FLAT_FP32", "Group", "ZeroFile", "read_zero_file"]
+__all__ = ["CONSUMED_KEYS", "FLAT_FP32", "FLAT_SUB_GROUPS", "Group", "ZeroFile", "read_zero_file"]
 
 CONSUMED_KEYS: Final = frozenset(
     {
@@ -28,17 +30,21 @@ CONSUMED_KEYS: Final = frozenset(
         "partition_count",
         "param_slice_mappings",
         "universal_checkpoint_info",
+        "optimizer_state_dict",
+        "fp32_flat_groups",
+        "ds_zero_partition_groups",
     }
 )
 """Keys of the optimizer's dict that become tensors and layouts; all others are carried."""
 
 FLAT_FP32: Final = "single_partition_of_fp32_groups"
+FLAT_SUB_GROUPS: Final = "fp32_flat_groups"
 _PARTITIONED_WEIGHTS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The partition of one parameter group on one rank.
+    """The partition of one parameter group on one rank; of one sub-group under ZeRO-3.
 
     Attributes:
         arrays: Flat tensors by state: the master weights as ``fp32``, and the optimizer's own.
@@ -47,6 +53,7 @@ class Group:
         partition_numel: Elements of the partition, padding included.
         padding_numel: Elements of padding that the file says are at its end.
         partition_count: Number of ranks that share the group; None where it is not said.
+        partition_ranks: Those ranks, in the order of the partitions; None where it is not said.
         alignment: Padding after each parameter of the group, in flat order; None where none is.
         fragments: (numel, start in the partition) by parameter; None in old files.
         where: File and group, for errors.
@@ -61,6 +68,7 @@ class Group:
     alignment: tuple[int, ...] | None
     fragments: Mapping[str, tuple[int, int]] | None
     where: str
+    partition_ranks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +82,9 @@ class ZeroFile:
         root: Everything in the file.
         state: The optimizer's dict in it.
         stage: ZeRO stage, where it is said.
-        groups: Partitions of the parameter groups.
-        param_groups: Hyperparameters of the groups, where they are stored.
+        groups: Partitions of the parameter groups, or of their sub-groups.
+        param_groups: Hyperparameters of the parameter groups, where they are stored.
+        parents: For each partition the number of its parameter group.
     """
 
     name: str
@@ -85,7 +94,13 @@ class ZeroFile:
     state: Field
     stage: int | None
     groups: tuple[Group, ...]
-    param_groups: tuple[Field, ...] = field(default=())
+    param_groups: tuple[Field, ...]
+    parents: tuple[int, ...]
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether it is of ZeRO-3: every parameter is cut by itself."""
+        return self.stage == _PARTITIONED_WEIGHTS
 
     @property
     def rank_name(self) -> str:
@@ -99,32 +114,32 @@ def read_zero_file(root: Field, name: str, dp: int, tp: int) -> ZeroFile:
     Raises:
         FormatError: It is none, or a part of it has another type than it must have.
         CorruptError: Parts of it contradict each other.
-        UnsupportedError: It is of ZeRO-3.
     """
     if not root.is_mapping:
         raise root.wrong("the dict of an optimizer file")
     state = root.at("optimizer_state_dict")
     stage = _stage(state.get("zero_stage"))
-    if stage == _PARTITIONED_WEIGHTS or state.get("fp32_flat_groups") is not None:
-        raise UnsupportedError(
-            "is a ZeRO-3 optimizer file",
-            where=root.where,
-            remedy="ZeRO-1 and ZeRO-2 checkpoints can be read",
+    if stage == _PARTITIONED_WEIGHTS:
+        flats = state.at(FLAT_SUB_GROUPS).elements()
+        own, hyper, parents = _sub_group_states(state.at("optimizer_state_dict"), len(flats))
+    else:
+        flats = state.at(FLAT_FP32).elements()
+        own, hyper = _own_states(state.at("base_optimizer_state"), len(flats))
+        parents = tuple(range(len(flats)))
+    places = [f"{flat.where} ({_rank_name(dp, tp)})" for flat in flats]
+    if stage == _PARTITIONED_WEIGHTS:
+        groups = tuple(
+            _read_sub_group(state, number, flat, own[number], places[number])
+            for number, flat in enumerate(flats)
         )
-    flats = state.at(FLAT_FP32).elements()
-    own, hyper = _own_states(state.at("base_optimizer_state"), len(flats))
-    groups = tuple(
-        _read_group(
-            state,
-            number,
-            flat,
-            own[number],
-            is_lean=stage is not None,
-            where=f"{flat.where} ({_rank_name(dp, tp)})",
+    else:
+        groups = tuple(
+            _read_group(
+                state, number, flat, own[number], is_lean=stage is not None, where=places[number]
+            )
+            for number, flat in enumerate(flats)
         )
-        for number, flat in enumerate(flats)
-    )
-    return ZeroFile(name, dp, tp, root, state, stage, groups, hyper)
+    return ZeroFile(name, dp, tp, root, state, stage, groups, hyper, parents)
 
 
 def _stage(stored: Field | None) -> int | None:
@@ -167,6 +182,31 @@ def _own_states(base: Field, count: int) -> tuple[list[Field | None], tuple[Fiel
     return own, hyper
 
 
+def _sub_group_states(
+    base: Field, count: int
+) -> tuple[list[Field | None], tuple[Field, ...], tuple[int, ...]]:
+    """State of the wrapped optimizer for each sub-group, the parameter groups, and whose each is.
+
+    The optimizer's parameters are the partitions of the sub-groups, numbered from group to group.
+    """
+    hyper = base.at("param_groups").elements()
+    numbers = [entry.at("params").integers() for entry in hyper]
+    if [number for own in numbers for number in own] != list(range(count)):
+        raise CorruptError(
+            f"numbers the sub-groups {[list(own) for own in numbers][:8]}, {FLAT_SUB_GROUPS} has "
+            f"{count}",
+            where=f"{base.where}['param_groups']",
+        )
+    states = dict(base.at("state").numbered())
+    own_states = [states.pop(number, None) for number in range(count)]
+    if states:
+        raise CorruptError(
+            f"has states of sub-groups {sorted(states)[:8]}, which are not there", where=base.where
+        )
+    parents = tuple(number for number, own in enumerate(numbers) for _ in own)
+    return own_states, hyper, parents
+
+
 def _rank_name(dp: int, tp: int) -> str:
     return f"dp rank {dp}, tp rank {tp}"
 
@@ -178,20 +218,7 @@ def _read_group(
     padding_numel = padding.integer() if padding else 0
     master_numel = _flat_numel(flat)
     partition_numel = master_numel + padding_numel if is_lean else master_numel
-    arrays, scalars, others = {"fp32": flat.tensor()}, {}, {}
-    for stored_key, entry in own.items() if own else ():
-        # Our own two names mean the weights; no optimizer calls a state so, but a file may.
-        key = f"optimizer_{stored_key}" if stored_key in {"fp32", "weight"} else stored_key
-        value = entry.value
-        if not isinstance(value, StoredTensor):
-            others[key] = entry
-        elif not value.shape:
-            scalars[key] = value
-        elif value.shape in {(partition_numel,), (master_numel,)}:
-            _flat_numel(entry)
-            arrays[key] = value
-        else:
-            others[key] = entry
+    arrays, scalars, others = _sorted_states(flat, own, {partition_numel, master_numel})
     count = _per_group(state, "partition_count", number)
     alignment = _per_group(state, "param_alignment_paddings", number)
     return Group(
@@ -207,6 +234,47 @@ def _read_group(
     )
 
 
+def _read_sub_group(state: Field, number: int, flat: Field, own: Field | None, where: str) -> Group:
+    numel = _flat_numel(flat)
+    arrays, scalars, others = _sorted_states(flat, own, {numel})
+    listed = state.get("ds_zero_partition_groups")  # only where groups of ranks differ
+    said = _per_group(state, "ds_zero_partition_groups", number) if listed else None
+    count = said.at("partition_count") if said else state.get("partition_count")
+    return Group(
+        arrays,
+        scalars,
+        others,
+        numel,
+        0,
+        count.integer(at_least=1) if count else None,
+        None,
+        None,
+        where,
+        said.at("partition_ranks").integers() if said else None,
+    )
+
+
+def _sorted_states(
+    flat: Field, own: Field | None, numels: Collection[int]
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor], dict[str, Field]]:
+    """Tell flat partitions, scalars of the whole group, and everything else apart."""
+    arrays, scalars, others = {"fp32": flat.tensor()}, {}, {}
+    for stored_key, entry in own.items() if own else ():
+        # Our own two names mean the weights; no optimizer calls a state so, but a file may.
+        key = f"optimizer_{stored_key}" if stored_key in {"fp32", "weight"} else stored_key
+        value = entry.value
+        if not isinstance(value, StoredTensor):
+            others[key] = entry
+        elif not value.shape:
+            scalars[key] = value
+        elif len(value.shape) == 1 and value.shape[0] in numels:
+            _flat_numel(entry)
+            arrays[key] = value
+        else:
+            others[key] = entry
+    return arrays, scalars, others
+
+
 def _per_group(state: Field, key: str, number: int) -> Field | None:
     """Entry of one group in a list; old files have one number for all groups."""
     stored = state.get(key)
@@ -214,7 +282,7 @@ def _per_group(state: Field, key: str, number: int) -> Field | None:
         return stored
     listed = stored.elements()
     if number >= len(listed):
-        raise CorruptError(f"has {len(listed)} groups, {FLAT_FP32} has more", where=stored.where)
+        raise CorruptError(f"has {len(listed)} groups, there are more", where=stored.where)
     return listed[number]
 
 

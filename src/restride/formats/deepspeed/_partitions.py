@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Final
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError
+from restride.formats.deepspeed._expert_ranks import ExpertRanks
 from restride.formats.deepspeed._flat import check_partition, fragments_of, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from restride.algebra.layout import Shape
     from restride.formats.deepspeed._experts import ExpertParameter
     from restride.formats.deepspeed._flat import Fragment, Slot
     from restride.formats.deepspeed._model import ModelFile, Shapes
     from restride.formats.deepspeed._optimizer import Group, ZeroFile
     from restride.formats.deepspeed._run import Run
 
-__all__ = ["FlatCut", "Holding", "Partitions", "read_partitions"]
+__all__ = ["FlatCut", "Holding", "Partitions", "find_uncut", "read_partitions"]
 
 _ROUND_ROBIN: Final = "round_robin_gradients"
 
@@ -49,11 +49,14 @@ class FlatCut:
     Attributes:
         outer_stride: Distance on the mesh between two ranks that hold neighbouring shards.
         inner_stride: Distance on the mesh between two partitions of one buffer.
+        is_even: Whether every shard is cut by itself into equal chunks, the last one padded
+            (ZeRO-3); then there is a holding for each rank, even where its chunk is all padding.
         holdings: The fragments over all ranks.
     """
 
     outer_stride: int
     inner_stride: int
+    is_even: bool = False
     holdings: list[Holding] = field(default_factory=list)
 
     @property
@@ -98,11 +101,11 @@ def read_partitions(run: Run, experts: Mapping[str, ExpertParameter]) -> Partiti
             "the weights agree with; ds_to_universal mixes the parameters up"
         )
         run.findings.append(Finding("warning", "slice-mapping-order", message))
-    run.findings.extend(_uncut(run))
+    run.findings.extend(find_uncut(run))
     return found
 
 
-def _uncut(run: Run) -> Iterator[Finding]:
+def find_uncut(run: Run) -> Iterator[Finding]:
     """Tell of optimizer states that belong to no parameter: they are carried as values."""
     seen: set[tuple[int, str]] = set()
     for zero in run.zeros.values():
@@ -122,7 +125,7 @@ def _uncut(run: Run) -> Iterator[Finding]:
 class _Reader:
     def __init__(self, run: Run, experts: Mapping[str, ExpertParameter], found: Partitions) -> None:
         self._run = run
-        self._experts = experts
+        self._ranks = ExpertRanks(run, experts)
         self._found = found
         self.is_reordered = False
 
@@ -151,12 +154,7 @@ class _Reader:
         self, model: ModelFile, files: Mapping[int, ZeroFile], number: int, members: Shapes
     ) -> None:
         run = self._run
-        cutters = self._expert_ranks(members, model)
-        if run.dp_size % cutters:
-            raise CorruptError(
-                f"{run.dp_size} data-parallel ranks do not hold {cutters} expert-parallel ones",
-                where=f"{model.root.where}: param_shapes[{number}]",
-            )
+        cutters = self._ranks.cutters(members, f"{model.root.where}: param_shapes[{number}]")
         count = run.dp_size // cutters
         groups = {dp: zero.groups[number] for dp, zero in files.items()}
         for name in members:
@@ -164,10 +162,9 @@ class _Reader:
                 {run.rank(dp, model.tp): group for dp, group in groups.items()}
             )
         width = _agreed_width(groups)
-        places = {self._expert_place(dp, cutters): dp for dp in range(run.dp_size)}
         for cutter in range(cutters if groups else 0):
-            slots = self._slots(self._held(members, cutter), groups)
-            by_partition = [places[cutter, partition] for partition in range(count)]
+            slots = self._slots(self._ranks.held(members, cutter), groups)
+            by_partition = self._ranks.by_partition(cutter, cutters)
             for partition, dp in enumerate(by_partition):
                 if dp in files:
                     self._check(files[dp], number, slots, partition, count)
@@ -211,7 +208,7 @@ class _Reader:
                 holdings.append(
                     Holding(
                         self._run.rank(dp, tp),
-                        cutter if slot.name in self._experts else tp,
+                        self._ranks.cutter(slot.name, cutter, tp),
                         fragment,
                         groups.get(dp),
                     )
@@ -219,47 +216,8 @@ class _Reader:
 
     def _cut(self, name: str) -> FlatCut:
         if name not in self._found.cuts:
-            strides = 1, self._run.tp_size
-            if name in self._experts:
-                ranks = self._experts[name].rank_count
-                strides = (self._run.dp_size // ranks, 1) if self._is_data_first() else (1, ranks)
-            self._found.cuts[name] = FlatCut(*strides)
+            self._found.cuts[name] = FlatCut(*self._ranks.strides(name))
         return self._found.cuts[name]
-
-    def _expert_ranks(self, members: Iterable[str], model: ModelFile) -> int:
-        """Number of expert-parallel ranks that a group is spread over; 1 for dense parameters."""
-        counts = {
-            self._experts[name].rank_count if name in self._experts else 1 for name in members
-        }
-        if len(counts) > 1:
-            raise CorruptError(
-                "a parameter group mixes experts with other parameters", where=model.root.where
-            )
-        return counts.pop() if counts else 1
-
-    def _expert_place(self, dp: int, cutters: int) -> tuple[int, int]:
-        """Find (expert-parallel rank, partition) of a data-parallel rank.
-
-        Neighbouring ranks hold different experts, unless the run was told to put data parallelism
-        first (deepspeed 0.19.8 `utils/groups.py`).
-        """
-        if self._is_data_first():
-            return divmod(dp, self._run.dp_size // cutters)
-        return dp % cutters, dp // cutters
-
-    def _held(self, members: Shapes, cutter: int) -> dict[str, Shape]:
-        """Shapes of the shards that an expert-parallel rank holds."""
-        return {
-            name: (len(self._experts[name].placement[cutter]), *shape[1:])
-            if name in self._experts
-            else shape
-            for name, shape in members.items()
-        }
-
-    def _is_data_first(self) -> bool:
-        config = self._run.models[0].root.get("ds_config")
-        stored = config.get("use_data_before_expert_parallelism") if config else None
-        return stored is not None and stored.value is True
 
     def _is_round_robin(self, zero: ZeroFile) -> bool:
         config = zero.root.get("ds_config")

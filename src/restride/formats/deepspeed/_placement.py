@@ -126,7 +126,7 @@ class Placement:
             )
         found = self._maps.find(name)
         _require_one(found, self._place(name))
-        if found:
+        if found and not _is_of_empty_partition(found[0][1], shapes):
             return _as_stored(found[0][1], shapes, self._place(name))
         try:
             return self._by_category(name, shapes)
@@ -187,6 +187,16 @@ class Placement:
 
     def _place(self, name: str) -> str:
         return f"{self._where}: tensor {name!r}"
+
+
+def _is_of_empty_partition(layout: Layout, shapes: Sequence[Shape]) -> bool:
+    """Whether a map says nothing of a parameter, although it has elements.
+
+    Under zero.Init a parameter that nobody cut is mapped by the shape of its empty partition
+    (deepspeed 0.19.8 `module_inject/layers.py`, `collect_autotp_universal_checkpoint_info`). It is
+    in the category of replicated parameters as well, and that holds.
+    """
+    return layout.full_numel == 0 and any(prod(shape) for shape in shapes)
 
 
 def _texts(stored: Field | None) -> tuple[str, ...]:

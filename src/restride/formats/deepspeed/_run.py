@@ -16,7 +16,7 @@ from restride.formats.deepspeed._optimizer import read_zero_file
 from restride.storage.torch_zip import open_torch_zip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable, Sequence
     from pathlib import Path
 
     from restride.checkpoint.values import StoredTensor
@@ -64,7 +64,9 @@ class Run:
         files: Those that were opened.
         dp_size: Data-parallel ranks.
         tp_size: Tensor-parallel ranks.
-        models: Model file of each tensor-parallel rank.
+        models: Model file of each tensor-parallel rank; under ZeRO-3 that of its first
+            data-parallel rank.
+        partitioned: Model file of each (dp, tp) rank that has one, under ZeRO-3.
         zeros: Optimizer file of each (dp, tp) rank that has one.
         stage: ZeRO stage, where it is said.
         findings: What was noticed; readers add to it.
@@ -76,9 +78,20 @@ class Run:
     dp_size: int
     tp_size: int
     models: tuple[ModelFile, ...]
+    partitioned: dict[tuple[int, int], ModelFile]
     zeros: dict[tuple[int, int], ZeroFile]
     stage: int | None
     findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether it is of ZeRO-3: no model file has the weights."""
+        return bool(self.partitioned)
+
+    @property
+    def all_models(self) -> tuple[ModelFile, ...]:
+        """Model files of all ranks that wrote one."""
+        return tuple(self.partitioned.values()) or self.models
 
     @property
     def mesh(self) -> Mesh:
@@ -99,20 +112,28 @@ def open_run(root: Path) -> Run:
         UnsupportedError: It is a DeepSpeed checkpoint of a kind that cannot be read.
     """
     folder = list_files(*find_tag(root))
-    if not folder.models:
+    if not folder.models and not folder.partitioned:
         raise FormatError(
-            "has no mp_rank_*_model_states.pt with the weights",
+            "has no *mp_rank_*_model_states.pt with the weights",
             where=str(folder.path),
         )
     files = FileTable(folder)
-    opened = {
-        tp: read_model_file(files.open(name), folder.below + name, tp)
+    opened = [
+        read_model_file(files.open(name), folder.below + name, tp)
         for tp, name in sorted(folder.models.items())
+    ]
+    opened += [
+        read_model_file(files.open(name), folder.below + name, tp, dp)
+        for (dp, tp), name in sorted(folder.partitioned.items())
+    ]
+    tp_size = _agreed(((model.tp_size, model.name) for model in opened), "mp_world_size")
+    models = _models(opened, tp_size, folder)
+    own = [model for model in opened if model.tp < len(models)]
+    said = _agreed(((model.dp_size, model.name) for model in own), "dp_world_size")
+    dp_size = said or 1 + max(_data_ranks(folder), default=0)
+    partitioned = {
+        (model.dp, model.tp): model for model in own if model.dp is not None and model.dp < dp_size
     }
-    tp_size = _agreed(((model.tp_size, model.name) for model in opened.values()), "mp_world_size")
-    models = _models(opened, tp_size or len(opened), folder)
-    said = _agreed(((model.dp_size, model.name) for model in models), "dp_world_size")
-    dp_size = said or 1 + max((file.dp for file in folder.optimizers), default=0)
     findings = list(_strangers(opened, models, folder, dp_size))
     chosen = _choose(folder, models, dp_size)
     zeros = {
@@ -120,9 +141,32 @@ def open_run(root: Path) -> Run:
         for rank, file in sorted(chosen.items())
     }
     stage = _agreed(((zero.stage, zero.name) for zero in zeros.values()), "zero_stage")
-    run = Run(root, folder, files, dp_size, len(models), models, zeros, stage, findings)
+    run = Run(
+        root, folder, files, dp_size, len(models), models, partitioned, zeros, stage, findings
+    )
+    _check_stage(run)
     findings.extend(_missing(run))
     return run
+
+
+def _check_stage(run: Run) -> None:
+    """The two kinds of files of a rank are of one stage, or of two saves."""
+    for zero in run.zeros.values():
+        model = run.models[zero.tp]
+        problem = ""
+        if zero.is_partitioned != run.is_partitioned:
+            problem = f"is of ZeRO-{zero.stage or 1}, {model.name} is not"
+        elif model.optimizer is not None:
+            problem = f"is an optimizer file, and {model.name} has the optimizer's state in it"
+        if problem:
+            raise CorruptError(
+                problem, where=zero.name, remedy="put only the files of one save into the folder"
+            )
+
+
+def _data_ranks(folder: TagFolder) -> Iterable[int]:
+    yield from (file.dp for file in folder.optimizers)
+    yield from (dp for dp, _ in folder.partitioned)
 
 
 def _agreed(said: Iterable[tuple[int | None, str]], key: str) -> int | None:
@@ -141,14 +185,24 @@ def _agreed(said: Iterable[tuple[int | None, str]], key: str) -> int | None:
     return next(iter(values), None)
 
 
-def _models(opened: dict[int, ModelFile], tp_size: int, folder: TagFolder) -> tuple[ModelFile, ...]:
-    missing = [tp for tp in range(tp_size) if tp not in opened]
+def _models(
+    opened: Sequence[ModelFile], said: int | None, folder: TagFolder
+) -> tuple[ModelFile, ...]:
+    """Model file of each tensor-parallel rank, the first where there are several."""
+    first: dict[int, ModelFile] = {}
+    for model in opened:
+        first.setdefault(model.tp, model)
+    tp_size = said or len(first)
+    missing = [tp for tp in range(tp_size) if tp not in first]
     if missing:
-        names = ", ".join(f"mp_rank_{tp:02d}_model_states.pt" for tp in missing[:_MOST_NAMED])
+        before = "zero_pp_rank_*_" if folder.partitioned else ""
+        names = ", ".join(
+            f"{before}mp_rank_{tp:02d}_model_states.pt" for tp in missing[:_MOST_NAMED]
+        )
         raise CorruptError(
             f"{len(missing)} of {tp_size} model files are missing: {names}", where=str(folder.path)
         )
-    return tuple(opened[tp] for tp in range(tp_size))
+    return tuple(first[tp] for tp in range(tp_size))
 
 
 def _choose(
@@ -183,14 +237,14 @@ def _prefix(model: ModelFile) -> str:
 
 
 def _strangers(
-    opened: dict[int, ModelFile],
+    opened: Sequence[ModelFile],
     models: tuple[ModelFile, ...],
     folder: TagFolder,
     dp_size: int,
 ) -> Iterable[Finding]:
     """Tell of files that the ranks of this save did not write."""
     tp_size = len(models)
-    stale = [model.name for tp, model in opened.items() if tp >= tp_size]
+    stale = [model.name for model in opened if model.tp >= tp_size or (model.dp or 0) >= dp_size]
     stale += [
         folder.below + file.name
         for file in folder.optimizers
@@ -209,23 +263,30 @@ def _strangers(
 
 
 def _missing(run: Run) -> Iterable[Finding]:
-    if not run.zeros:
+    if run.is_partitioned:
+        yield from _missing_files(run, run.partitioned, "model", "the frozen weights")
+        # Without weights in the model files, no optimizer files are no smaller loss than some.
+        yield from _missing_files(run, run.zeros, "optimizer", "the weights and states")
+    elif run.zeros:
+        yield from _missing_files(run, run.zeros, "optimizer", "the states")
+    elif run.models[0].optimizer is None:
         message = "there are no optimizer files: only the weights can be read"
         yield Finding("note", "no-optimizer", message, str(run.folder.path))
-        return
+
+
+def _missing_files(
+    run: Run, known: Container[tuple[int, int]], kind: str, lost: str
+) -> Iterable[Finding]:
     missing = [
-        (dp, tp)
-        for dp in range(run.dp_size)
-        for tp in range(run.tp_size)
-        if (dp, tp) not in run.zeros
+        (dp, tp) for dp in range(run.dp_size) for tp in range(run.tp_size) if (dp, tp) not in known
     ]
     if missing:
         named = ", ".join(f"dp {dp} tp {tp}" for dp, tp in missing[:_MOST_NAMED])
         yield Finding(
             "error",
             "missing-file",
-            f"{len(missing)} of {run.dp_size * run.tp_size} optimizer files are missing ({named}); "
-            "the states that they hold parts of are left out",
+            f"{len(missing)} of {run.dp_size * run.tp_size} {kind} files are missing ({named}); "
+            f"{lost} that they hold parts of are left out",
             str(run.folder.path),
             {"ranks": [list(rank) for rank in missing]},
         )

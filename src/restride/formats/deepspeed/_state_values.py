@@ -48,7 +48,7 @@ def read_values(
     with FilePool() as pool:
         models = [
             (model.name, _entries(run, pool, _model_fields(model.root, model.extras)))
-            for model in run.models
+            for model in run.all_models
         ]
         optimizers = [
             (zero.name, _entries(run, pool, _optimizer_fields(zero), members=members))

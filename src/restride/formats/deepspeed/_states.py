@@ -19,6 +19,7 @@ from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece
 from restride.checkpoint.catalog import StateEntry
 from restride.errors import CorruptError, UnsupportedError
+from restride.layouts.flat import flat_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["flat_states", "group_states", "stored_state"]
 
 # How a factor on the weights acts on what Adam keeps of their gradients (DESIGN.md, 4.1).
-_SCALE_POWERS: Final = {"fp32": 1, "exp_avg": -1, "exp_avg_sq": -2}
+_SCALE_POWERS: Final = {"weight": 1, "fp32": 1, "exp_avg": -1, "exp_avg_sq": -2}
 
 
 def stored_state(
@@ -110,13 +111,16 @@ def group_states(
 def _flat_layout(layout: Layout, cut: FlatCut, mesh: Mesh) -> Layout:
     """Chain the cut of the tensor with the cut of each of its shards into fragments."""
     parts = Mesh((("part", mesh.size // layout.rank_count),))
-    fragments: dict[int, list[Fragment]] = {rank: [] for rank in range(layout.rank_count)}
-    for holding in cut.holdings:
-        fragments[holding.cutter].append(holding.fragment)
-    inner = {
-        rank: _fragment_layout(runs, layout.shard_numel(rank), parts)
-        for rank, runs in fragments.items()
-    }
+    numels = [layout.shard_numel(rank) for rank in range(layout.rank_count)]
+    if cut.is_even:
+        inner = {rank: flat_chunks((numel,), mesh=parts) for rank, numel in enumerate(numels)}
+    else:
+        fragments: dict[int, list[Fragment]] = {rank: [] for rank in range(layout.rank_count)}
+        for holding in cut.holdings:
+            fragments[holding.cutter].append(holding.fragment)
+        inner = {
+            rank: _fragment_layout(runs, numels[rank], parts) for rank, runs in fragments.items()
+        }
     first = inner[0]
     return chain(
         layout,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Finding, TensorEntry
 from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._chunks import frozen_chunks
+from restride.formats.deepspeed._model import configured_dtype
 from restride.formats.deepspeed._placement import Placement
 from restride.formats.deepspeed._states import flat_states, group_states, stored_state
 from restride.layouts.fused_names import find_wrong_cut
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
     from restride.algebra.layout import Layout, Shape
     from restride.checkpoint.catalog import StateEntry
+    from restride.checkpoint.dtypes import DType
+    from restride.checkpoint.values import StoredTensor
     from restride.formats.deepspeed._expert_files import ExpertFiles
     from restride.formats.deepspeed._experts import ExpertParameter
     from restride.formats.deepspeed._model import ModelFile
@@ -74,12 +78,17 @@ class _Reader:
     def read(self) -> Iterator[TensorEntry]:
         """Yield the tensors, each once and under its first name."""
         first = self._run.models[0]
-        for name in dict.fromkeys([*first.weights, *self._trained]):
+        for name in dict.fromkeys([*first.dtypes, *first.weights, *self._trained]):
             if name in self._experts:
                 yield self._expert(self._experts[name])
             elif name in self._buffers:
                 yield self._buffer(name)
-            elif name not in self._aliases:
+            elif name in self._aliases:
+                continue
+            elif self._run.is_partitioned and self._shard_shape(first, name) is None:
+                message = f"tensor {name!r} is named in the module, and no file has it"
+                self._warn("no-weight", message, name)
+            else:
                 yield self._parameter(name)
 
     def _parameter(self, name: str) -> TensorEntry:
@@ -89,9 +98,13 @@ class _Reader:
         if all(name in model.weights for model in run.models):
             shards = [model.weights[name] for model in run.models]
             states["weight"] = stored_state(layout, shards, run.files, where)
-        else:
-            self._warn("no-weight", f"{where} is in no model file", name)
+        elif run.is_partitioned and self._is_frozen(name):
+            cut = frozen_chunks(run, name)
+            if cut.is_whole and cut.holdings:
+                states = flat_states(layout, cut, run.mesh, run.files, where)
         states |= self._optimizer_states(name, layout)
+        if "weight" not in states and not (run.is_partitioned and "fp32" in states):
+            self._warn("no-weight", f"{where} is in no model file", name)
         is_known = name in self._trained or name in self._frozen or not run.zeros
         is_untracked = not is_known and layout.full_numel > 0
         if is_untracked:
@@ -111,9 +124,19 @@ class _Reader:
             "parameter",
             layout,
             states,
-            is_frozen=is_untracked or (name in self._frozen and layout.full_numel > 0),
+            is_frozen=layout.full_numel > 0 and (is_untracked or self._is_frozen(name)),
             aliases=tuple(alias for alias, target in self._aliases.items() if target == name),
+            trained_dtype=self._trained_dtype(name),
         )
+
+    def _is_frozen(self, name: str) -> bool:
+        """A rank whose shard is empty says so of a parameter that the other ranks train."""
+        return name in self._frozen and name not in self._trained
+
+    def _trained_dtype(self, name: str) -> DType | None:
+        """What the empty tensor says that ZeRO-3 leaves of a parameter; else the configuration."""
+        model = self._run.models[0]
+        return model.dtypes.get(name) or configured_dtype(model.root)
 
     def _buffer(self, name: str) -> TensorEntry:
         """Buffers are saved by every rank as it has them."""
@@ -123,14 +146,30 @@ class _Reader:
                 f"nothing says how a buffer of shapes {', '.join(map(str, shapes))} is cut",
                 where=f"tensor {name!r}",
             )
+        run, where = self._run, f"tensor {name!r}"
         layout = replicated(shapes[0], mesh=self._tp_mesh)
-        shards = [model.weights[name] for model in self._run.models]
-        entry = stored_state(layout, shards, self._run.files, f"tensor {name!r}")
+        models, held = run.models, layout
+        if len(run.partitioned) == run.mesh.size:
+            # Under ZeRO-3 every data-parallel rank saves a copy of its own, and they may differ.
+            models = tuple(run.partitioned[divmod(n, run.tp_size)] for n in range(run.mesh.size))
+            held = replicated(shapes[0], mesh=run.mesh)
+        shards = [self._buffer_of(model, name, shapes[0]) for model in models]
+        entry = stored_state(held, shards, run.files, where)
         return TensorEntry(name, "buffer", layout, {"weight": entry})
+
+    def _buffer_of(self, model: ModelFile, name: str, shape: Shape) -> StoredTensor:
+        tensor = model.weights.get(name)
+        if tensor is None or tensor.shape != shape:
+            raise CorruptError(
+                f"has {'no buffer' if tensor is None else f'shape {tensor.shape}'}, "
+                f"{self._run.models[0].name} has shape {shape}",
+                where=f"{model.name}: tensor {name!r}",
+            )
+        return tensor
 
     def _expert(self, expert: ExpertParameter) -> TensorEntry:
         run, where = self._run, f"tensor {expert.name!r}"
-        shards = self._expert_files.weights(expert)
+        shards = None if run.is_partitioned else self._expert_files.weights(expert)
         stored = self._shard_shape(run.models[0], expert.name)
         if stored is None and shards is None:
             raise CorruptError("is in no file", where=where)
@@ -155,7 +194,13 @@ class _Reader:
             )
             states["weight"] = stored_state(by_file, shards, run.files, where)
         states |= self._optimizer_states(expert.name, layout)
-        return TensorEntry(expert.name, "parameter", layout, states)
+        return TensorEntry(
+            expert.name,
+            "parameter",
+            layout,
+            states,
+            trained_dtype=self._trained_dtype(expert.name),
+        )
 
     def _optimizer_states(self, name: str, layout: Layout) -> dict[str, StateEntry]:
         run, cut = self._run, self._partitions.cuts.get(name)
@@ -176,10 +221,10 @@ class _Reader:
     def _layout(self, name: str) -> Layout:
         shapes = self._shapes(name)
         layout = self._placements[0].layout(name, shapes)
-        for placement, model in zip(self._placements[1:], self._run.models[1:], strict=True):
+        for placement, model in zip(self._placements[1:], self._run.all_models[1:], strict=True):
             if placement is not self._placements[0] and placement.layout(name, shapes) != layout:
                 raise CorruptError(
-                    f"is cut another way than {self._run.models[0].name} says",
+                    f"is cut another way than {self._run.all_models[0].name} says",
                     where=f"{model.name}: tensor {name!r}",
                 )
         return layout
@@ -242,8 +287,8 @@ def _is_stored(views: tuple[object, ...]) -> bool:
 def _placements(run: Run, mesh: Mesh) -> list[Placement]:
     """What each model file says of the layouts; equal metadata is read once."""
     found: list[Placement] = []
-    first = run.models[0].root.get("universal_checkpoint_info")
-    for model in run.models:
+    first = run.all_models[0].root.get("universal_checkpoint_info")
+    for model in run.all_models:
         info = model.root.get("universal_checkpoint_info")
         is_same = bool(found) and (
             info is None if first is None else info is not None and info.value == first.value

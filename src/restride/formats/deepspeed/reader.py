@@ -1,4 +1,4 @@
-"""Read a DeepSpeed ZeRO-1 or ZeRO-2 checkpoint into a catalog; nothing of a tensor is loaded."""
+"""Read a DeepSpeed checkpoint of ZeRO-1 to ZeRO-3 into a catalog; no tensor is loaded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from restride.checkpoint.catalog import Catalog
 from restride.errors import UnsupportedError
+from restride.formats.deepspeed._chunks import read_chunks
 from restride.formats.deepspeed._expert_files import ExpertFiles
 from restride.formats.deepspeed._experts import read_experts
 from restride.formats.deepspeed._partitions import read_partitions
@@ -38,7 +39,7 @@ def read_catalog(path: str | PathLike[str]) -> Catalog:
     Raises:
         FormatError: It is no DeepSpeed checkpoint, or a file is not what it must be.
         CorruptError: Files are damaged or contradict each other.
-        UnsupportedError: It is a checkpoint of a kind that cannot be read (ZeRO-0, ZeRO-3,
+        UnsupportedError: It is a checkpoint of a kind that cannot be read (ZeRO-0,
             pipeline stages), or nothing in it says how a parameter is cut.
         ExecutionError: The system cannot read a file.
 
@@ -48,7 +49,8 @@ def read_catalog(path: str | PathLike[str]) -> Catalog:
     run = open_run(Path(path))
     experts = _experts(run)
     files = ExpertFiles(run, experts)
-    partitions = read_partitions(run, experts)
+    read = read_chunks if run.is_partitioned else read_partitions
+    partitions = read(run, experts)
     tensors = tuple(read_tensors(run, experts, files, partitions))
     values = read_values(run, partitions.members, files.extras)
     return Catalog(
