@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from restride.algebra.signature import signature
     from restride.api import check, convert, open  # noqa: A004 - restride.open reads well
     from restride.arrays import extract, move, probe, rebuild
+    from restride.comparison import diff, fingerprint
     from restride.planning.transfers import plan_transfer
 
 __version__ = "0.1.0"
@@ -29,8 +30,10 @@ __all__ = [
     "check",
     "convert",
     "deepspeed",
+    "diff",
     "errors",
     "extract",
+    "fingerprint",
     "layouts",
     "move",
     "open",
@@ -48,7 +51,9 @@ _HOMES = {
     "Piece": "restride.algebra.piece",
     "check": "restride.api",
     "convert": "restride.api",
+    "diff": "restride.comparison",
     "extract": "restride.arrays",
+    "fingerprint": "restride.comparison",
     "move": "restride.arrays",
     "open": "restride.api",
     "plan_transfer": "restride.planning.transfers",

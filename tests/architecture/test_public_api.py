@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import restride
-from restride import api, cli
+from restride import api, cli, comparison
 from restride.layouts import presets, recognition
 
 RECORDED = Path(__file__).with_name("public_api.txt")
@@ -40,7 +40,16 @@ def describe(name: str, value: object) -> list[str]:
 
 def public_api() -> str:
     lines: list[str] = []
-    for module in (restride, restride.deepspeed, restride.layouts, presets, recognition, api, cli):
+    for module in (
+        restride,
+        restride.deepspeed,
+        restride.layouts,
+        presets,
+        recognition,
+        api,
+        comparison,
+        cli,
+    ):
         for name in sorted(module.__all__):
             lines += describe(f"{module.__name__}.{name}", getattr(module, name))
     return "\n".join(lines) + "\n"

@@ -30,7 +30,8 @@ COMMANDS = {
     "layouts-padded": ("layouts", "padded"),
     "demo": ("demo",),
     **{
-        f"help-{name}": (name, "--help") for name in ("info", "check", "convert", "layouts", "demo")
+        f"help-{name}": (name, "--help")
+        for name in ("info", "check", "convert", "diff", "fingerprint", "layouts", "demo")
     },
 }
 # The memory of the plan depends on the number of cores, the time on everything.

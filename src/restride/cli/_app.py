@@ -24,6 +24,8 @@ COMMANDS: Final = {
     "info": "What is in a checkpoint, and how is it cut?",
     "check": "Is a checkpoint whole, consistent and intact? Prove it.",
     "convert": "Write a checkpoint in another format, bit for bit.",
+    "diff": "Do two checkpoints hold the same tensors?",
+    "fingerprint": "Take fingerprints that are the same under every sharding and format.",
     "layouts": "The catalogue of known layouts, drawn as pieces.",
     "demo": "All of it, on a sample that ships with the package.",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -24,9 +25,14 @@ __all__ = ["command", "show_report"]
 
 @click.command("check")
 @click.argument("checkpoint")
+@click.option(
+    "--against",
+    metavar="FILE",
+    help="Compare with the fingerprints that restride fingerprint -o FILE has written.",
+)
 @memory_option
 @json_option
-def command(checkpoint: str, *, memory: int, as_json: bool) -> int:
+def command(checkpoint: str, *, against: str | None, memory: int, as_json: bool) -> int:
     """Is a checkpoint whole, consistent and intact? Prove it.
 
     Proves that every element of every tensor and state is held by some rank and that each shard
@@ -35,6 +41,14 @@ def command(checkpoint: str, *, memory: int, as_json: bool) -> int:
     """
     with open_progress("checking") as observer:
         report = api.check(checkpoint, budget_nbytes=memory, observer=observer)
+    if against is not None:
+        from restride import comparison  # noqa: PLC0415 - only when it is asked for
+
+        with open_progress("comparing fingerprints") as observer:
+            deviations = comparison.check_against(
+                checkpoint, against, budget_nbytes=memory, observer=observer
+            )
+        report = replace(report, findings=(*report.findings, *deviations))
     if as_json:
         findings = [finding_to_json(finding) for finding in report.findings]
         content = catalog_to_json(report.catalog)

@@ -11,7 +11,7 @@ from restride.cli.sizes import parse_size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["as_nbytes", "json_option", "memory_option"]
+__all__ = ["as_nbytes", "as_rules", "json_option", "memory_option", "states_option"]
 
 _Decorated = TypeVar("_Decorated", bound="Callable[..., object]")
 
@@ -30,6 +30,23 @@ def as_nbytes(context: click.Context, parameter: click.Parameter, text: str | No
         raise click.BadParameter(str(error), ctx=context, param=parameter) from None
 
 
+def as_rules(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> tuple[tuple[str, str], ...]:
+    """Callback of an option that holds rules ``OLD=NEW``; the last sign of equality counts.
+
+    Raises:
+        click.BadParameter: There is none, or nothing in front of it.
+    """
+    rules = []
+    for text in texts:
+        old, _, new = text.rpartition("=")
+        if not old:
+            raise click.BadParameter(f"{text!r} is no rule OLD=NEW", ctx=context, param=parameter)
+        rules.append((old, new))
+    return tuple(rules)
+
+
 def json_option(command: _Decorated) -> _Decorated:
     """Add ``--json`` to a command, as the argument ``as_json``."""
     return click.option(
@@ -46,4 +63,14 @@ def memory_option(command: _Decorated) -> _Decorated:
         default="512MiB",
         show_default=True,
         help="Most memory for plan and buffers; the interpreter comes on top.",
+    )(command)
+
+
+def states_option(command: _Decorated) -> _Decorated:
+    """Add ``--states`` to a command that looks at every state unless told not to."""
+    return click.option(
+        "--states",
+        type=click.Choice(["weights", "all"]),
+        default="all",
+        help="Everything (default), or the weights alone.",
     )(command)

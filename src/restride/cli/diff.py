@@ -1,0 +1,197 @@
+"""``restride diff``: do two checkpoints hold the same tensors?"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from restride import comparison
+from restride.cli.contents import show_headline
+from restride.cli.exits import ExitCode
+from restride.cli.options import as_rules, json_option, memory_option, states_option
+from restride.cli.output import Column, open_page, write_json
+from restride.cli.picture import format_shape
+from restride.cli.progress import open_progress
+from restride.cli.sizes import format_count, format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Literal
+
+    from restride.arrays.differences import Number
+    from restride.cli.output import Page
+    from restride.comparison import ArrayDifference, DiffReport
+
+__all__ = ["command", "show_report"]
+
+_MOST_SHOWN: Final = 20
+
+
+@click.command("diff")
+@click.argument("a")
+@click.argument("b")
+@click.option("--rtol", type=float, default=0.0, help="Relative tolerance. Default: every bit.")
+@click.option("--atol", type=float, default=0.0, help="Absolute tolerance. Default: every bit.")
+@states_option
+@click.option(
+    "--rename",
+    metavar="OLD=NEW",
+    multiple=True,
+    callback=as_rules,
+    help="Look for names of A that the regular expression OLD matches as a whole under NEW in B.",
+)
+@memory_option
+@json_option
+def command(
+    a: str,
+    b: str,
+    *,
+    rtol: float,
+    atol: float,
+    states: Literal["weights", "all"],
+    rename: Sequence[tuple[str, str]],
+    memory: int,
+    as_json: bool,
+) -> int:
+    r"""Do two checkpoints hold the same tensors?
+
+    A and B may differ in format and sharding. Arrays are the same when shape, dtype and every bit
+    are; with a tolerance, when |a - b| <= atol + rtol * |b| everywhere, whatever the dtypes.
+    Exits with 1 where something differs.
+
+    Of several --rename rules the first that matches counts. The last = ends OLD; \1 in NEW is the
+    first group: --rename 'module\.(.*)=\1'.
+    """
+    with open_progress("comparing") as observer:
+        report = comparison.diff(
+            a,
+            b,
+            rtol=rtol,
+            atol=atol,
+            states=states,
+            rename=rename,
+            budget_nbytes=memory,
+            observer=observer,
+        )
+    if as_json:
+        write_json(_to_json(report))
+    else:
+        show_report(open_page(), (a, b), report, is_exact=not (rtol or atol))
+    return ExitCode.OK if report.verdict == "same" else ExitCode.FINDING
+
+
+def show_report(
+    page: Page, paths: tuple[str, str], report: DiffReport, *, is_exact: bool = True
+) -> None:
+    """Write what was compared, what is different, then the verdict."""
+    for name, path, catalog in zip("AB", paths, (report.a, report.b), strict=True):
+        show_headline(page, f"{name} {path}", catalog)
+    for name, only in (("A", report.only_a), ("B", report.only_b)):
+        for tensor, state in only[:_MOST_SHOWN]:
+            page.line(f"only in {name}: {tensor} ({state})", "warn")
+        _more(page, len(only))
+    if report.differences:
+        names = ("tensor", "state", "different", "first", "A", "B", "largest")
+        columns = [Column(name, is_number=name in {"A", "B", "largest"}) for name in names]
+        page.table(columns, [_row(row) for row in report.differences[:_MOST_SHOWN]])
+        _more(page, len(report.differences))
+    if report.verdict == "different":
+        page.line(_difference_in_words(report), "bad")
+        return
+    what = "the same bits" if is_exact else "the same within the tolerance"
+    widened = (
+        f", {format_count(report.widened_count, 'array')} of them widened exactly from one dtype "
+        "to the other"
+        if report.widened_count
+        else ""
+    )
+    page.line(
+        f"same: {format_count(report.compared_count, 'array')}, "
+        f"{format_size(report.compared_nbytes)}, {what}{widened}",
+        "good",
+    )
+
+
+def _more(page: Page, count: int) -> None:
+    if count > _MOST_SHOWN:
+        page.line(f"... and {count - _MOST_SHOWN} more; --json lists all")
+
+
+def _difference_in_words(report: DiffReport) -> str:
+    parts = [f"{len(report.differences)} of {format_count(report.compared_count, 'array')} differ"]
+    for name, only in (("A", report.only_a), ("B", report.only_b)):
+        if only:
+            parts.append(f"{format_count(len(only), 'array')} only in {name}")
+    return f"different: {', '.join(parts)}"
+
+
+def _row(row: ArrayDifference) -> list[str]:
+    name = row.tensor if row.tensor == row.other_tensor else f"{row.tensor} = {row.other_tensor}"
+    cells = [name, row.state, _what(row)]
+    if row.first_coordinates is None or row.first_values is None or row.largest is None:
+        return [*cells, "", "", "", ""]
+    place = f"[{', '.join(map(str, row.first_coordinates))}]"
+    values = [format_number(value) for value in (*row.first_values, row.largest)]
+    return [*cells, place, *values]
+
+
+def _what(row: ArrayDifference) -> str:
+    shapes, dtypes = row.shapes, row.dtypes
+    if shapes[0] != shapes[1]:
+        return f"shape {' and '.join(format_shape(shape) for shape in shapes)}"
+    if dtypes[0] == dtypes[1]:
+        return f"{row.different_numel:,}"
+    kinds = f"dtype {' and '.join(dtypes)}"
+    if row.different_numel is None:
+        return f"{kinds}, not comparable"
+    if not row.different_numel:
+        return f"{kinds}, values are equal"
+    return f"{kinds}, {row.different_numel:,} values"
+
+
+def format_number(value: Number) -> str:
+    """Write a value with enough digits to see a difference.
+
+    Examples:
+        >>> format_number(0.1), format_number(7), format_number(1 + 2j)
+        ('0.1', '7', '1+2j')
+    """
+    return f"{value:.9g}" if isinstance(value, float | complex) else str(value)
+
+
+def _to_json(report: DiffReport) -> dict[str, object]:
+    return {
+        "verdict": report.verdict,
+        "compared": report.compared_count,
+        "compared_nbytes": report.compared_nbytes,
+        "read_nbytes": report.read_nbytes,
+        "widened": report.widened_count,
+        "only_a": [list(array) for array in report.only_a],
+        "only_b": [list(array) for array in report.only_b],
+        "differences": [_row_to_json(row) for row in report.differences],
+        "seconds": report.seconds,
+    }
+
+
+def _row_to_json(row: ArrayDifference) -> dict[str, object]:
+    return {
+        "tensor": row.tensor,
+        "other_tensor": row.other_tensor,
+        "state": row.state,
+        "shapes": [list(shape) for shape in row.shapes],
+        "dtypes": list(row.dtypes),
+        "different_numel": row.different_numel,
+        "first_index": row.first_index,
+        "first_coordinates": row.first_coordinates and list(row.first_coordinates),
+        "first_values": row.first_values and [_json_number(value) for value in row.first_values],
+        "largest": None if row.largest is None else _json_number(row.largest),
+    }
+
+
+def _json_number(value: Number) -> object:
+    """JSON has no infinity, no NaN and no complex numbers: they are written as text."""
+    if isinstance(value, complex) or (isinstance(value, float) and not isfinite(value)):
+        return format_number(value)
+    return value

@@ -1,0 +1,72 @@
+"""``restride fingerprint``: what the tensors are, in 32 digits each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from restride import comparison
+from restride.checkpoint.fingerprints import fingerprints_to_json
+from restride.cli.exits import ExitCode
+from restride.cli.options import json_option, memory_option, states_option
+from restride.cli.output import Column, open_page, write_json
+from restride.cli.progress import open_progress
+from restride.cli.sizes import format_count
+from restride.errors import ExistsError
+from restride.storage.atomic_file import write_small_file
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+__all__ = ["command"]
+
+
+@click.command("fingerprint")
+@click.argument("checkpoint")
+@states_option
+@click.option("-o", "--out", metavar="FILE", help="Write them to FILE, for check --against FILE.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@memory_option
+@json_option
+def command(
+    checkpoint: str,
+    *,
+    states: Literal["weights", "all"],
+    out: str | None,
+    force: bool,
+    memory: int,
+    as_json: bool,
+) -> int:
+    """Take fingerprints that are the same under every sharding and format.
+
+    One for each tensor and state, over its bits in logical order, its shape and its dtype. Two
+    arrays that differ by accident have the same one with a chance below 2^-110; it is no
+    protection against forgery.
+    """
+    if out is not None and Path(out).exists() and not force:
+        raise ExistsError("it exists already", where=out, remedy="choose another name, or --force")
+    with open_progress("reading") as observer:
+        found = comparison.fingerprint(
+            checkpoint, states=states, budget_nbytes=memory, observer=observer
+        )
+    content = fingerprints_to_json(found)
+    if out is not None:
+        text = json.dumps(content, indent=1, ensure_ascii=False)
+        write_small_file(out, f"{text}\n".encode(), force=force)
+    if as_json:
+        write_json(content)
+    elif out is not None:
+        count = sum(map(len, found.values()))
+        open_page().line(f"{out}: fingerprints of {format_count(count, 'array')}", "good")
+    else:
+        rows = [
+            [digits, name, state]
+            for name, states_found in found.items()
+            for state, digits in states_found.items()
+        ]
+        if rows:
+            open_page().table([Column("fingerprint"), Column("tensor"), Column("state")], rows)
+    return ExitCode.OK

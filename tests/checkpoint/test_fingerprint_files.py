@@ -1,0 +1,59 @@
+"""Files of fingerprints: read back as written, and refused where they say something else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from restride.checkpoint.fingerprints import fingerprints_from_json, fingerprints_to_json
+from restride.errors import FormatError, UnsupportedError
+
+DIGITS = "0123456789abcdef" * 2
+
+
+def test_a_file_is_read_as_it_was_written():
+    found = {"h.0.w": {"weight": DIGITS, "fp32": DIGITS[::-1]}, "größe": {"weight": "0" * 32}}
+
+    content = json.dumps(fingerprints_to_json(found), ensure_ascii=False).encode()
+
+    assert fingerprints_from_json(content, where="f.json") == found
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", r"^f.json: \$: this should be an object"),
+        ("{", "it is no JSON"),
+        ('{"tensors": {}}', r"^f.json: \$.format: it is no file of fingerprints"),
+        ('{"format": "restride/1"}', "it is no file of fingerprints"),
+        ('{"format": ["restride-fingerprint/1"]}', "it is no file of fingerprints"),
+        ('{"format": "restride-fingerprint/1"}', r"\$.tensors: this should be an object"),
+        ('{"format": "restride-fingerprint/1", "tensors": {}, "x": 1}', r"\$.x: .* not known"),
+        ('{"format": "restride-fingerprint/1", "tensors": {"w": 3}}', r"\$.tensors.w: .* int"),
+        (
+            '{"format": "restride-fingerprint/1", "tensors": {"w": {"s": "AB"}}}',
+            r"\$.tensors.w.s: 'AB' is not 32 hexadecimal digits",
+        ),
+        (
+            f'{{"format": "restride-fingerprint/1", "tensors": {{"w": {{"s": "{DIGITS}0"}}}}}}',
+            "is not 32 hexadecimal digits",
+        ),
+        (
+            '{"format": "restride-fingerprint/1", "tensors": {"w": {"s": null}}}',
+            "null is not 32 hexadecimal digits",
+        ),
+        (
+            '{"format": "restride-fingerprint/1", "tensors": {}, "tensors": {}}',
+            "comes twice",
+        ),
+    ],
+)
+def test_what_is_no_file_of_fingerprints_is_refused_with_the_place(content, message):
+    with pytest.raises(FormatError, match=message):
+        fingerprints_from_json(content, where="f.json")
+
+
+def test_a_later_version_is_refused_as_such():
+    with pytest.raises(UnsupportedError, match="this version reads 'restride-fingerprint/1'"):
+        fingerprints_from_json('{"format": "restride-fingerprint/2", "x": 1}', where="f.json")

@@ -1,0 +1,82 @@
+"""A small file is there whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from restride.errors import ExecutionError, ExistsError
+from restride.storage.atomic_file import write_small_file
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_written_and_nothing_stays_beside_it(tmp_path):
+    write_small_file(tmp_path / "f", b"content")
+
+    assert (tmp_path / "f").read_bytes() == b"content"
+    assert names_in(tmp_path) == ["f"]
+
+
+def test_a_file_that_is_there_is_replaced_only_when_asked(tmp_path):
+    (tmp_path / "f").write_bytes(b"old")
+
+    with pytest.raises(ExistsError, match="--force"):
+        write_small_file(tmp_path / "f", b"new")
+    kept = (tmp_path / "f").read_bytes()
+    write_small_file(tmp_path / "f", b"new", force=True)
+
+    assert (kept, (tmp_path / "f").read_bytes()) == (b"old", b"new")
+    assert names_in(tmp_path) == ["f"]
+
+
+def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch):
+    (tmp_path / "f").write_bytes(b"theirs")
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+
+    with pytest.raises(ExistsError):
+        write_small_file(tmp_path / "f", b"ours")
+
+    assert (tmp_path / "f").read_bytes() == b"theirs"
+    assert names_in(tmp_path) == ["f"]
+
+
+def test_a_folder_is_never_replaced(tmp_path):
+    (tmp_path / "f").mkdir()
+
+    with pytest.raises(ExistsError, match="another name"):
+        write_small_file(tmp_path / "f", b"new", force=True)
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "f").symlink_to(tmp_path / "real")
+
+    write_small_file(tmp_path / "f", b"new", force=True)
+
+    assert (tmp_path / "f").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
+
+
+def test_an_error_of_the_system_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    (tmp_path / "f").write_bytes(b"old")
+
+    def failing(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", failing)
+
+    with pytest.raises(ExecutionError, match=r"f: cannot be written \(No space left on device\)"):
+        write_small_file(tmp_path / "f", b"new", force=True)
+
+    assert (tmp_path / "f").read_bytes() == b"old"
+    assert names_in(tmp_path) == ["f"]
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path):
+    with pytest.raises(ExecutionError, match="missing/f: cannot be written"):
+        write_small_file(tmp_path / "missing" / "f", b"new")
