@@ -68,6 +68,7 @@ def test_every_command_of_the_readme_writes_what_the_readme_shows() -> None:
         "info",
         "check",
         "convert",
+        "diff",
         "layouts",
         "demo",
     }
