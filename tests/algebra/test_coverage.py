@@ -157,6 +157,12 @@ def test_a_layout_is_replicated_when_an_element_has_two_addresses(random, draw):
     assert replication(layout) == any(count > 1 for count in addresses.values())
 
 
+def test_two_loops_in_the_same_steps_hold_elements_twice():
+    for stride in (1, 2):
+        loops = (Axis(2, stride, 0, 1), Axis(2, stride, 0, 2))
+        assert replication(Layout.of({"tp": 1}, (8,), [(4,)], [Piece(loops)]))
+
+
 @given(st.randoms(use_true_random=False))
 def test_the_fingerprint_alone_tells_tilings_from_others(random):
     layout = random_layout(random)

@@ -57,7 +57,8 @@ def are_disjoint(lattices: list[Lattice]) -> bool:
 
 def _is_interval(lattice: Lattice) -> bool:
     digits = lattice[1]
-    return not digits or digits[0][1] == 1
+    # Two loops in steps of 1 stand on their common addresses more than once.
+    return not digits or (len(digits) == 1 and digits[0][1] == 1)
 
 
 def tiles_by_structure(lattices: Iterable[Lattice], numel: int, *, union: bool = False) -> bool:
