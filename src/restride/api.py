@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import msgspec
 
 from restride.checkpoint.catalog import Finding
-from restride.checkpoint.dtypes import dtype_named
 from restride.checkpoint.output import Output, OutputFile
 from restride.checkpoint.proofs import prove_catalog
-from restride.checkpoint.selection import COPIED, select_optimizer, select_weights
+from restride.checkpoint.selection import COPIED, cast_target, select_optimizer, select_weights
 from restride.errors import UnsupportedError
 from restride.executors.drift import DriftTable
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
@@ -26,14 +25,14 @@ from restride.storage.atomic import atomic_directory
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from os import PathLike
 
     from restride.algebra.mesh import Mesh
     from restride.checkpoint.catalog import Catalog, Severity
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.selection import Selected, States, Target
-    from restride.executors.events import Observer
+    from restride.executors.events import Observer, ReplicaDrift
     from restride.planning.plan import Plan, Replicas
     from restride.storage.atomic import AtomicDirectory
 
@@ -133,6 +132,7 @@ def check(
     Cost:
         Proofs do not depend on sizes. All replicas are read once.
     """
+    started = time.perf_counter()
     catalog = open_catalog(path)
     findings = [*catalog.findings, *prove_catalog(catalog)]
     # What a broken layout would read is not what the tensor is: compare the sound ones only.
@@ -146,8 +146,9 @@ def check(
     workers = default_workers()
     plan = plan_comparison(catalog.files, states, budget_nbytes=budget_nbytes, workers=workers)
     table = DriftTable(observer or NullObserver(), {})
-    _execute(catalog, plan, None, table)
-    findings += _drift_findings(catalog, table)
+    read_nbytes = _execute(catalog, plan, None, table)
+    findings += _drift_findings(catalog, table.totals(plan))
+    table.on_finish(PlanFinished(read_nbytes, 0, time.perf_counter() - started))
     return CheckReport(catalog, tuple(findings), plan.total_nbytes)
 
 
@@ -198,7 +199,7 @@ def convert(
     started = time.perf_counter()
     catalog = open_catalog(path)
     if to == "safetensors":
-        wanted = dtype_named(dtype) if dtype is not None else None
+        wanted = cast_target(dtype) if dtype is not None else None
         written = _lay_out_safetensors(catalog, states, wanted, max_shard_nbytes)
     elif to == "universal":
         _refuse_options(dtype=dtype, max_shard_nbytes=max_shard_nbytes)
@@ -220,7 +221,7 @@ def convert(
         replicas=replicas,
     )
     table = DriftTable(observer or NullObserver(), {})
-    with atomic_directory(out, force=force, inputs=[catalog.root]) as directory:
+    with atomic_directory(out, force=force, inputs=_inputs(catalog)) as directory:
         directory.create(output)
         read_nbytes = _execute(catalog, plan, _OutputWriter(directory, output), table)
     seconds = time.perf_counter() - started
@@ -233,7 +234,11 @@ def convert(
         written_nbytes=plan.total_nbytes,
         projected_nbytes=plan.projected_nbytes,
         seconds=seconds,
-        findings=(*catalog.findings, *notes, *_drift_findings(catalog, table, decided=replicas)),
+        findings=(
+            *catalog.findings,
+            *notes,
+            *_drift_findings(catalog, table.totals(plan), decided=replicas),
+        ),
     )
 
 
@@ -293,7 +298,15 @@ def _execute(
     observer.on_plan(PlanStarted(plan.step_count, plan.total_nbytes, plan.projected_nbytes))
     with FilePool() as pool:
         reader = CatalogReader(catalog, pool)
-        return StreamingExecutor().execute(plan, reader, writer, observer)
+        read_nbytes = StreamingExecutor().execute(plan, reader, writer, observer)
+    reader.require_unchanged()
+    return read_nbytes
+
+
+def _inputs(catalog: Catalog) -> list[Path]:
+    """What the output must not replace. Files may be links to somewhere else."""
+    root = Path(catalog.root)
+    return [root, *(root / file.name for file in catalog.files)]
 
 
 class _OutputWriter:
@@ -308,7 +321,7 @@ class _OutputWriter:
 
 
 def _drift_findings(
-    catalog: Catalog, table: DriftTable, *, decided: Replicas | None = None
+    catalog: Catalog, rows: Iterable[ReplicaDrift], *, decided: Replicas | None = None
 ) -> Iterator[Finding]:
     """One finding for each array and pair of ranks that hold different copies."""
     meshes = {
@@ -317,7 +330,7 @@ def _drift_findings(
         for state, entry in tensor.states.items()
     }
     order = {array: place for place, array in enumerate(meshes)}
-    for row in sorted(table.rows.values(), key=lambda r: (order[r.tensor, r.state], r.ranks)):
+    for row in sorted(rows, key=lambda r: (order[r.tensor, r.state], r.ranks)):
         mesh = meshes[row.tensor, row.state]
         where = f"tensor {row.tensor!r}, state {row.state!r}"
         ranks = " and ".join(f"{rank} ({_coordinates(mesh, rank)})" for rank in row.ranks)

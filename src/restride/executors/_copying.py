@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import gcd, prod
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from restride.planning.plan import Copy, Plan, RegionPlan, Step
 
 __all__ = ["Reader", "StepBuffers", "fill_step"]
+
+# Replicas of one fill, the chosen one first: the rank, and where its elements are.
+_Replicas: TypeAlias = "tuple[tuple[int, tuple[Copy, ...]], ...]"
 
 # Reading over a gap costs its bytes at memory speed, skipping it costs a system call.
 _WORTHWHILE_GAP_NBYTES: Final = 8192
@@ -71,17 +74,33 @@ def fill_step(
         main[:] = 0
     for fill in step.fills:
         _read(fill[0][1], main, reader, buffers)
-    for fill in step.fills:
-        if len(fill) > 1:
+    shared = [fill for fill in step.fills if len(fill) > 1]
+    if len(shared) == 1 or not _agree(shared, main, reader, buffers):
+        for fill in shared:
             _settle(step, fill, main, reader, buffers, on_drift)
     if region.source_dtype == region.target_dtype:
         return main
     return cast(main, region.source_dtype, region.target_dtype)
 
 
+def _agree(
+    fills: Sequence[_Replicas], main: NDArray[np.uint8], reader: Reader, buffers: StepBuffers
+) -> bool:
+    """Whether all replicas of all fills are alike, without a pass over the step for each fill."""
+    replica = buffers.replica[: main.nbytes]
+    for number in range(1, max(map(len, fills), default=1)):
+        replica[:] = main
+        for fill in fills:
+            if number < len(fill):
+                _read(fill[number][1], replica, reader, buffers)
+        if not _same(main, replica):
+            return False
+    return True
+
+
 def _settle(
     step: Step,
-    fill: tuple[tuple[int, tuple[Copy, ...]], ...],
+    fill: _Replicas,
     main: NDArray[np.uint8],
     reader: Reader,
     buffers: StepBuffers,
@@ -90,12 +109,14 @@ def _settle(
     """Compare the replicas of one fill with the one in `main`; average them where asked."""
     region = step.region
     replica = buffers.replica[: main.nbytes]
-    mean = _Mean(region, main) if region.replicas == "mean" else None
-    for rank, copies in fill[1:]:
+    mean: _Mean | None = None
+    for number, (rank, copies) in enumerate(fill[1:], 1):
         # Overlaying the replica on a copy compares exactly its elements, however they are strewn.
         replica[:] = main
         _read(copies, replica, reader, buffers)
         if not _same(main, replica):
+            if region.replicas == "mean" and mean is None:
+                mean = _Mean(region, main, number)
             drift = _difference(region, (fill[0][0], rank), copies, main, replica)
             if region.replicas == "check":
                 raise _refusal(step, drift, main, replica)
@@ -109,7 +130,8 @@ def _settle(
 class _Mean:
     """Sum of replicas in float64. Elements on which all of them agree keep their bits."""
 
-    def __init__(self, region: RegionPlan, first: NDArray[np.uint8]) -> None:
+    def __init__(self, region: RegionPlan, first: NDArray[np.uint8], count: int) -> None:
+        """Start with so many replicas that are all like the first."""
         if region.source_dtype.kind != "float":
             raise UnsupportedError(
                 f"a mean of {region.source_dtype} replicas has no meaning",
@@ -117,13 +139,16 @@ class _Mean:
                 remedy="choose the first one",
             )
         self.dtype = region.source_dtype
-        self.total = to_comparable(first, self.dtype).copy()
+        with np.errstate(invalid="ignore", over="ignore"):
+            self.total = to_comparable(first, self.dtype) * count
         self.first = _words(self.dtype, first)
         self.disagree = np.zeros(self.total.shape, np.bool_)
-        self.count = 1
+        self.count = count
 
     def add(self, replica: NDArray[np.uint8]) -> None:
-        self.total += to_comparable(replica, self.dtype)
+        # The sum of an infinity and its negative is no number, and nothing to warn of.
+        with np.errstate(invalid="ignore", over="ignore"):
+            self.total += to_comparable(replica, self.dtype)
         self.disagree |= _words(self.dtype, replica) != self.first
         self.count += 1
 
@@ -182,16 +207,31 @@ def _refusal(
         at = slice(index * itemsize, (index + 1) * itemsize)
         first, second = (float(to_comparable(buffer[at], dtype)[0]) for buffer in (main, replica))
         values = f" ({first:.9g} and {second:.9g})"
+    first, second = drift.ranks
+    holders = f"ranks {first} and {second} hold" if first != second else f"rank {first} holds"
+    full_index = step.region.full_index(step.start + index)
+    shape = step.region.target_layout.full_shape
+    place = f"element {full_index}{_at(full_index, shape)}"
     return ReplicaError(
-        f"ranks {drift.ranks[0]} and {drift.ranks[1]} hold different copies of the same elements, "
-        f"the first at element {step.start + index}{values}",
+        f"{holders} different copies of the same elements, the first at {place}{values}",
         ranks=drift.ranks,
         different_numel=drift.different_numel,
         largest=drift.largest,
-        first_index=step.start + index,
+        first_index=full_index,
         where=f"tensor {drift.tensor!r}, state {drift.state!r}",
         remedy="see the whole table with `restride check`, then decide: --replicas first or mean",
     )
+
+
+def _at(index: int | None, shape: tuple[int, ...]) -> str:
+    """The same element by its place in the tensor, where that says more than the flat index."""
+    if index is None or len(shape) < 2:  # noqa: PLR2004 - a vector has one coordinate
+        return ""
+    coordinates = []
+    for extent in reversed(shape):
+        index, at = divmod(index, extent)
+        coordinates.append(str(at))
+    return f" ([{', '.join(reversed(coordinates))}] of the tensor)"
 
 
 def _read(

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from restride.executors.events import (
         Observer,
         PlanFinished,
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
         ReplicaDrift,
         StepFinished,
     )
+    from restride.planning.plan import Plan
 
 __all__ = ["DriftTable"]
 
@@ -23,11 +26,21 @@ class DriftTable:
 
     Attributes:
         observer: Who else wants to know.
-        rows: Totals by (tensor, state, ranks), in the order in which they were found.
+        rows: Sums by (tensor, state, ranks) of the steps in which something differs, in the order
+            in which they were found.
     """
 
     observer: Observer
     rows: dict[tuple[str, str, tuple[int, int]], ReplicaDrift]
+
+    def totals(self, plan: Plan) -> Iterator[ReplicaDrift]:
+        """Yield the rows with the elements that were compared in all steps of `plan`.
+
+        Steps without a difference say nothing, so what the rows add up depends on the budget.
+        """
+        numels = plan.compared_numel
+        for key, row in self.rows.items():
+            yield replace(row, numel=numels[key])
 
     def on_plan(self, event: PlanStarted, /) -> None:
         """Hand it on."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
+from restride.errors import ExecutionError
+
 if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog
     from restride.storage.ranges import FilePool
@@ -20,6 +22,8 @@ class CatalogReader:
     def __init__(self, catalog: Catalog, pool: FilePool) -> None:
         self._paths = [os.path.join(catalog.root, file.name) for file in catalog.files]  # noqa: PTH118
         self._pool = pool
+        self._sizes = [file.nbytes for file in catalog.files]
+        self._stamps = list(map(_stamp, self._paths))
 
     def read_into(self, file: int, start_nbytes: int, buffer: memoryview, /) -> None:
         """Fill `buffer` with the bytes of a file that start there.
@@ -28,6 +32,30 @@ class CatalogReader:
             ExecutionError: The file cannot be read, or ends before.
         """
         self._pool.read_exact(self._paths[file], start_nbytes, buffer)
+
+    def require_unchanged(self) -> None:
+        """Make sure that nobody wrote into the files while they were read, as a training may.
+
+        Raises:
+            ExecutionError: A file is not the one of the catalog, or was changed meanwhile.
+        """
+        for path, nbytes, before in zip(self._paths, self._sizes, self._stamps, strict=True):
+            after = _stamp(path)
+            if after is None or after != before or after[0] != nbytes:
+                raise ExecutionError(
+                    "the file changed while it was read",
+                    where=path,
+                    remedy="try again when nobody writes into the checkpoint",
+                )
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    """What is different after a write, or after another file took the place of this one."""
+    try:
+        status = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def default_workers() -> int:

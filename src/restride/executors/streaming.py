@@ -34,8 +34,9 @@ class StreamingExecutor:
         """
         run = _Run(plan, observer)
         with ThreadPoolExecutor(plan.workers, thread_name_prefix="restride") as pool:
-            futures = [pool.submit(run.work, reader, writer) for _ in range(plan.workers)]
             try:
+                # The system may refuse to start a thread: those that run must stop then, too.
+                futures = [pool.submit(run.work, reader, writer) for _ in range(plan.workers)]
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 # Also on KeyboardInterrupt: let the workers stop after the step they are in.

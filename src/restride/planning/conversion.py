@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from restride.algebra.compose import compose
@@ -11,7 +12,14 @@ from restride.algebra.layout import Layout
 from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece
 from restride.checkpoint.catalog import Region
-from restride.errors import BudgetError, CoverageError, LayoutError, RestrideError, UnsupportedError
+from restride.errors import (
+    BudgetError,
+    CoverageError,
+    LayoutError,
+    PlanError,
+    RestrideError,
+    UnsupportedError,
+)
 from restride.planning.plan import BUFFERS_PER_WORKER, Fill, Plan, RegionPlan, Replicas, Source
 from restride.planning.replicas import Way, blocks_of_target
 
@@ -19,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from restride.algebra._digits import Walk
+    from restride.algebra.transfer import Transfers
     from restride.checkpoint.catalog import FileEntry, StateEntry
     from restride.checkpoint.dtypes import DType
     from restride.planning.replicas import Block
@@ -29,8 +38,10 @@ __all__ = ["Job", "plan_comparison", "plan_conversion", "plan_reading", "whole_l
 # on current server cores); below the smallest, the work per step costs more than the bytes.
 _LARGEST_BUFFER_NBYTES: Final = 1 << 20
 _SMALLEST_BUFFER_NBYTES: Final = 1 << 12
-# Differences are computed in float64.
-_COMPARED_ITEMSIZE: Final = 8
+# Differences and means are computed in float64, with more arrays at one time than a step has
+# buffers; casts between the 16-bit types go by way of float32. Measured, see tests/executors.
+_COMPARED_ITEMSIZE: Final = 16
+_CAST_ITEMSIZE: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,7 @@ def plan_conversion(
     Raises:
         BudgetError: Not even one worker with the smallest buffers fits.
         CoverageError: A source lacks elements.
+        PlanError: Two target regions overlap, or a rank that holds elements has none.
         UnsupportedError: A layout is scaled, or its unit is no whole number of bytes.
 
     Cost:
@@ -103,6 +115,7 @@ def plan_conversion(
         except RestrideError as error:
             raise error.located(f"tensor {job.tensor!r}, state {job.state!r}") from error.__cause__
     regions.sort(key=lambda region: (region.target_file, region.target_start_nbytes))
+    _require_apart(regions)
     return _sized(files, regions, budget_nbytes, workers)
 
 
@@ -125,15 +138,19 @@ def plan_comparison(
         Regions that hold only the fills that more than one rank holds.
 
     Raises:
-        BudgetError: As for `plan_conversion`.
+        BudgetError, CoverageError, UnsupportedError: As for `plan_conversion`.
     """
     regions: list[RegionPlan] = []
     for tensor, state, entry in states:
         layout = whole_layout(entry.layout.full_shape)
-        job = Job(tensor, state, entry, layout, (None,), entry.dtype)
-        fills = tuple(fill for fill in _fills(job, 0) if len(fill.sources) > 1)
+        job = Job(tensor, state, entry, layout, (Region(-1, 0),), entry.dtype)
+        try:
+            (region,) = _regions(job, "first")
+        except RestrideError as error:
+            raise error.located(f"tensor {tensor!r}, state {state!r}") from error.__cause__
+        fills = tuple(fill for fill in region.fills if len(fill.sources) > 1)
         if fills:
-            regions.append(_region(job, 0, -1, 0, fills, "first"))
+            regions.append(replace(region, fills=fills))
     return _sized(files, regions, budget_nbytes, workers)
 
 
@@ -177,20 +194,37 @@ def _regions(job: Job, replicas: Replicas) -> Iterator[RegionPlan]:
         raise UnsupportedError(
             "units of less than an element cannot be converted between files yet"
         )
+    relation = compose(job.target_layout, job.source.layout)
     for rank, region in enumerate(job.target_regions):
         if region is not None:
-            fills = tuple(_fills(job, rank))
-            yield _region(job, rank, region.file, region.start_nbytes, fills, replicas)
+            fills = tuple(_fills(job, relation, rank))
+            yield _region(job, rank, region, fills, replicas)
+        elif job.target_layout.pieces(rank):
+            raise PlanError(f"rank {rank} of the target holds elements, but has no place for them")
+
+
+def _require_apart(regions: Sequence[RegionPlan]) -> None:
+    """Refuse regions that share bytes: which step wins would be a matter of luck."""
+    for a, b in pairwise(region for region in regions if region.numel):
+        stop = a.target_start_nbytes + a.nbytes
+        if a.target_file == b.target_file and stop > b.target_start_nbytes:
+            raise PlanError(
+                f"byte {b.target_start_nbytes} of target file {b.target_file} belongs to "
+                f"state {a.state!r} of tensor {a.tensor!r}, which ends at byte {stop}",
+                where=f"tensor {b.tensor!r}, state {b.state!r}",
+            )
 
 
 def _region(
-    job: Job, rank: int, file: int, start: int, fills: tuple[Fill, ...], replicas: Replicas
+    job: Job, rank: int, region: Region, fills: tuple[Fill, ...], replicas: Replicas
 ) -> RegionPlan:
     return RegionPlan(
         tensor=job.tensor,
         state=job.state,
-        target_file=file,
-        target_start_nbytes=start,
+        target_layout=job.target_layout,
+        target_rank=rank,
+        target_file=region.file,
+        target_start_nbytes=region.start_nbytes,
         numel=job.target_layout.shard_numel(rank),
         source_dtype=job.source.dtype,
         target_dtype=job.target_dtype,
@@ -200,8 +234,7 @@ def _region(
     )
 
 
-def _fills(job: Job, rank: int) -> Iterator[Fill]:
-    relation = compose(job.target_layout, job.source.layout)
+def _fills(job: Job, relation: Transfers, rank: int) -> Iterator[Fill]:
     blocks = blocks_of_target(relation, rank)
     needed = sum(piece.numel for piece in job.target_layout.pieces(rank))
     found = sum(block.numel for block in blocks)
@@ -259,6 +292,8 @@ def _sized(
 
 def _step_numel(region: RegionPlan, buffer_nbytes: int) -> int:
     itemsize = max(region.source_dtype.itemsize_nbytes, region.target_dtype.itemsize_nbytes)
+    if region.source_dtype != region.target_dtype:
+        itemsize = max(itemsize, _CAST_ITEMSIZE)
     if any(len(fill.sources) > 1 for fill in region.fills):
         itemsize = max(itemsize, _COMPARED_ITEMSIZE)
     most = max(1, buffer_nbytes // itemsize)
@@ -268,7 +303,7 @@ def _step_numel(region: RegionPlan, buffer_nbytes: int) -> int:
         for fill in region.fills
         for walk in fill.sources[0].walks
         for digit in walk.digits
-        if digit[1] <= most
+        if 0 < digit[1] <= most
     )
     pitch = max(pitches, default=1)
     return most - most % pitch

@@ -15,8 +15,9 @@ from restride.algebra._digits import Walk, restrict
 from restride.errors import BudgetError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from restride.algebra.layout import Layout
     from restride.checkpoint.dtypes import DType
 
 __all__ = ["BUFFERS_PER_WORKER", "Copy", "Fill", "Plan", "RegionPlan", "Replicas", "Source", "Step"]
@@ -122,6 +123,8 @@ class RegionPlan:
     Attributes:
         tensor: Name of the tensor, for events and errors.
         state: Name of its state.
+        target_layout: How the target cuts the tensor.
+        target_rank: Rank of that layout whose shard the region is.
         target_file: Index of the target file.
         target_start_nbytes: First byte in the target file.
         numel: Number of elements.
@@ -134,6 +137,8 @@ class RegionPlan:
 
     tensor: str
     state: str
+    target_layout: Layout
+    target_rank: int
     target_file: int
     target_start_nbytes: int
     numel: int
@@ -152,6 +157,20 @@ class RegionPlan:
     def step_count(self) -> int:
         """Number of steps."""
         return -(-self.numel // self.step_numel) if self.numel else 0
+
+    def full_index(self, index: int) -> int | None:
+        """Flat index in the full tensor of an element of the region; None where it is padding.
+
+        Cost:
+            O(pieces of the rank). Never walks elements.
+        """
+        for piece in self.target_layout.pieces(self.target_rank):
+            digits = tuple((a.extent, a.shard_stride, a.full_stride) for a in piece.axes)
+            for walk in restrict(
+                Walk((piece.shard_base, piece.full_base), digits), index, index + 1
+            ):
+                return walk.bases[1]
+        return None
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps in target order.
@@ -245,6 +264,18 @@ class Plan:
     def total_nbytes(self) -> int:
         """Bytes of all regions."""
         return sum(region.nbytes for region in self.regions)
+
+    @property
+    def compared_numel(self) -> Mapping[tuple[str, str, tuple[int, int]], int]:
+        """Elements to compare by (tensor, state, ranks), with the rank that is read first."""
+        found: dict[tuple[str, str, tuple[int, int]], int] = {}
+        for region in self.regions:
+            for fill in region.fills:
+                first, *others = fill.sources
+                for other in others:
+                    key = region.tensor, region.state, (first.rank, other.rank)
+                    found[key] = found.get(key, 0) + sum(map(_numel, other.walks))
+        return found
 
 
 def _plan_nbytes(regions: tuple[RegionPlan, ...]) -> int:
