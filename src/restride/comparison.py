@@ -346,7 +346,10 @@ def _within(
 
 def _execute(catalog: Catalog, plan: Plan, writer: Writer, observer: Observer) -> int:
     with FilePool() as pool:
-        return StreamingExecutor().execute(plan, CatalogReader(catalog, pool), writer, observer)
+        reader = CatalogReader(catalog, pool)
+        read_nbytes = StreamingExecutor().execute(plan, reader, writer, observer)
+    reader.require_unchanged()
+    return read_nbytes
 
 
 def _plan_both(
@@ -377,8 +380,10 @@ def _compare(
     projected = a.projected_nbytes + b.projected_nbytes + a.workers * _COMPARING_NBYTES
     observer.on_plan(PlanStarted(a.step_count, a.total_nbytes, projected))
     with FilePool() as pool:
-        writer = CompareWriter(a, b, CatalogReader(catalogs[1], pool), tolerance)
+        second = CatalogReader(catalogs[1], pool)
+        writer = CompareWriter(a, b, second, tolerance)
         read_nbytes = _execute(catalogs[0], a, writer, observer)
+    second.require_unchanged()
     return writer.found, read_nbytes + writer.read_nbytes
 
 

@@ -346,11 +346,13 @@ def test_one_inner_layout_for_all_is_the_same_as_one_for_each(data):
 
     both = chain(outer, inner, mesh=mesh)
 
-    each = chain(outer, dict.fromkeys(range(outer.rank_count), inner), mesh=mesh)
+    each = dict.fromkeys(range(outer.rank_count), inner)
+    relation, padding = chain_by_walking(outer, each, outer_stride=1, inner_stride=outer.rank_count)
     event(f"several outer ranks: {outer.rank_count > 1}")
-    assert walk_relation(both) == walk_relation(each)
-    assert walk_padding(both) == walk_padding(each)
-    assert both.shard_shapes == each.shard_shapes
+    event(f"padding of the inner layout: {bool(inner.padding)}")
+    assert walk_relation(both) == relation
+    assert walk_padding(both) == padding
+    assert chain(outer, each, mesh=mesh) == both
 
 
 def test_zero_over_tensor_parallel_is_one_piece_for_all_ranks():
@@ -369,18 +371,33 @@ def test_zero_over_tensor_parallel_is_one_piece_for_all_ranks():
     assert shards[5] == [17, 21, 22, 23]
 
 
-def test_parts_that_recur_on_other_ranks_become_one_piece_over_them():
+@pytest.mark.parametrize(("outer_stride", "inner_stride"), [(1, 2), (3, 1)])
+def test_parts_that_recur_on_other_ranks_become_one_piece_over_them(outer_stride, inner_stride):
     """Shards of two rows of three: the first and the last part are within a row, the middle not."""
     both = chain(
         split((2, 6), mesh={"tp": 2}, dim=1),
         split((6,), mesh={"zero": 3}),
-        mesh=as_mesh("zero=3,tp=2"),
+        mesh=as_mesh("a=3,b=2"),
+        outer_stride=outer_stride,
+        inner_stride=inner_stride,
     )
 
+    over_tp, recurring = Axis(2, 3, outer_stride, 0), Axis(2, 7, 2 * inner_stride, 0)
+    rank_axes = sorted((over_tp, recurring), key=lambda axis: -axis.rank_stride)
     assert both.all_pieces == (
-        Piece((Axis(2, 7, 4, 0), Axis(2, 3, 1, 0), Axis(2, 1, 0, 1)), 0, 0, 0),
-        Piece((Axis(2, 3, 1, 0), Axis(2, 4, 0, 1)), 2, 2, 0),
+        Piece((*rank_axes, Axis(2, 1, 0, 1)), 0, 0, 0),
+        Piece((over_tp, Axis(2, 4, 0, 1)), 2, inner_stride, 0),
     )
+
+
+def test_padding_of_one_inner_layout_is_padding_on_every_outer_rank():
+    """Two shards of 3, each cut in two parts of 2, the last one padded."""
+    halves = [Piece((Axis(2, 1, 0, 1),)), Piece((), 2, 1)]
+    inner = Layout.of({"zero": 2}, (3,), [(2,)] * 2, halves, [Padding((), 1, 1)])
+
+    both = chain(split((6,), mesh={"tp": 2}), inner, mesh=as_mesh("zero=2,tp=2"))
+
+    assert walk_padding(both) == Counter({(2, 1, "zero"): 1, (3, 1, "zero"): 1})
 
 
 def test_padding_of_both_cuts_is_padding_of_the_chain():

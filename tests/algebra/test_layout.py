@@ -202,3 +202,9 @@ def test_fields_that_are_no_padding_are_refused(fields, problem):
 def test_a_layout_with_a_scale_says_that_it_is_no_copy():
     assert layout().is_exact
     assert not layout(all_pieces=(Piece((), scale=Fraction(1, 2)),)).is_exact
+
+
+def test_padding_walks_as_a_piece_that_stands_still_at_element_zero():
+    axes = (Axis(2, 0, 1, 0), Axis(3, 0, 0, 1))
+
+    assert Padding(axes, 1, 4, "undefined").as_piece() == Piece(axes, 0, 1, 4)

@@ -46,7 +46,9 @@ def test_numbers_that_are_no_transfer_axis_are_refused(numbers, problem):
 def test_an_axis_may_move_the_rank_of_one_side_and_the_shard_of_the_other():
     axis = TransferAxis(2, 6, 1, 0, 0, 6)
 
-    assert Transfer((axis,), 0, 0, 0, 0, 0).numel == 2
+    transfer = Transfer((axis,), 0, 0, 0, 0, 0)
+
+    assert (transfer.numel, transfer.scale) == (2, 1)
 
 
 @given(layout_pairs())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -272,3 +273,17 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         comparison.check_against(SAMPLE, tmp_path / "missing.json")
     with pytest.raises(FormatError, match=r"f\.json"):
         comparison.check_against(SAMPLE, tmp_path / "f.json")
+
+
+@pytest.mark.parametrize("changed", ["a", "b"])
+def test_a_checkpoint_that_changes_while_it_is_compared_is_an_error(changed, shared, tmp_path):
+    for name in ("a", "b"):
+        api.convert(shared / "checkpoints" / "llama_tp2_z1", tmp_path / name)
+
+    class Writing(NullObserver):
+        def on_step(self, event, /):
+            path = tmp_path / changed / "model.safetensors"
+            os.utime(path, ns=(event.done_steps, event.done_steps))
+
+    with pytest.raises(ExecutionError, match="changed while it was read"):
+        comparison.diff(tmp_path / "a", tmp_path / "b", observer=Writing())
