@@ -237,3 +237,10 @@ def test_the_peer_needs_the_number_of_boxes_that_the_demo_says() -> None:
         block, ids = codegen_block_layout(96, ranks, 4 * ranks)
         pieces = block_gather_map((96, 32), ids, block, 0).pieces_by_rank
         assert {len(pieces[rank]) for rank in range(ranks)} == {boxes}
+
+
+def test_files_that_no_ranks_wrote_name_none(tmp_path):
+    converted = tmp_path / "converted"
+    assert run("convert", SAMPLE, converted).code == 0
+
+    assert run("info", converted).out.splitlines()[0] == f"{converted}: safetensors"

@@ -54,8 +54,10 @@ def finding_to_json(finding: Finding) -> dict[str, object]:
 
 def show_headline(page: Page, path: str, catalog: Catalog) -> None:
     """Write which checkpoint it is, in one line."""
-    ranks = format_count(catalog.mesh.size, "rank")
-    page.line(f"{path}: {catalog.format}, written by {ranks} ({catalog.mesh})", "bold")
+    writers = ""
+    if catalog.mesh.axes:
+        writers = f", written by {format_count(catalog.mesh.size, 'rank')} ({catalog.mesh})"
+    page.line(f"{path}: {catalog.format}{writers}", "bold")
 
 
 def show_summary(page: Page, catalog: Catalog) -> None:
