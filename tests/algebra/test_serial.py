@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from time import process_time
 
@@ -248,6 +249,23 @@ def test_ambiguous_and_broken_json_is_refused(text, where):
         read_map(text)
 
     assert caught.value.where == where
+
+
+def test_the_largest_numbers_that_are_read_are_the_largest_that_are_written():
+    scale = Fraction(-(2**62), 3**39)
+    piece = Piece((), 0, 0, 2**63 - 2, scale)
+    largest = Layout(as_mesh("tp=1"), (1,) * 64, ((1, (2**63 - 1,)),), (piece,))
+    beyond = [
+        replace(largest, full_shape=(1,) * 65),
+        replace(largest, shard_shapes=((1, (2**63,)),)),
+        replace(largest, all_pieces=(replace(piece, scale=scale / 3),)),
+    ]
+
+    assert (len(str(scale)), len(str(scale / 3))) == (40, 41)
+    assert layout_from_json(layout_to_json(largest)) == largest
+    for layout in beyond:
+        with pytest.raises(RestrideError):
+            layout_from_json(layout_to_json(layout))
 
 
 def test_a_file_from_the_future_says_what_to_install():
