@@ -11,11 +11,13 @@ from restride.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from restride.checkpoint.catalog import Catalog, StateEntry, TensorEntry
+    from restride.checkpoint.catalog import Catalog, Finding, StateEntry, TensorEntry
     from restride.checkpoint.dtypes import DType
+    from restride.checkpoint.output import Output
 
 __all__ = [
     "COPIED",
+    "Export",
     "Selected",
     "States",
     "Target",
@@ -50,6 +52,21 @@ class Selected:
     state: str
     entry: StateEntry
     dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Files that are about to be written, and what they are written from.
+
+    Attributes:
+        output: The files.
+        sources: What is read for each of `output.tensors`, in the same order.
+        findings: What has no place in the output, or is not the same in it.
+    """
+
+    output: Output
+    sources: tuple[Selected, ...]
+    findings: tuple[Finding, ...] = ()
 
 
 def cast_target(name: str) -> DType:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from restride.checkpoint.catalog import Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from restride.algebra.mesh import Mesh
+    from restride.checkpoint.catalog import Catalog, Severity
     from restride.executors.events import (
         Observer,
         PlanFinished,
@@ -15,9 +20,11 @@ if TYPE_CHECKING:
         ReplicaDrift,
         StepFinished,
     )
-    from restride.planning.plan import Plan
+    from restride.planning.plan import Plan, Replicas
 
-__all__ = ["DriftTable"]
+__all__ = ["DriftTable", "drift_findings"]
+
+_DECIDED: Final = {"check": "the copy", "first": "the first rank's copy", "mean": "their mean"}
 
 
 @dataclass(slots=True)
@@ -75,3 +82,41 @@ def _larger(a: float | None, b: float | None) -> float | None:
     if a is None or b is None:
         return a if b is None else b
     return max(a, b)
+
+
+def drift_findings(
+    catalog: Catalog, rows: Iterable[ReplicaDrift], *, decided: Replicas | None = None
+) -> Iterator[Finding]:
+    """One finding for each array and pair of ranks that hold different copies."""
+    meshes = {
+        (tensor.name, state): entry.layout.mesh
+        for tensor in catalog.tensors
+        for state, entry in tensor.states.items()
+    }
+    order = {array: place for place, array in enumerate(meshes)}
+    for row in sorted(rows, key=lambda r: (order[r.tensor, r.state], r.ranks)):
+        mesh = meshes[row.tensor, row.state]
+        where = f"tensor {row.tensor!r}, state {row.state!r}"
+        ranks = " and ".join(f"{rank} ({_coordinates(mesh, rank)})" for rank in row.ranks)
+        largest = "" if row.largest is None else f", by up to {row.largest:.6g}"
+        message = (
+            f"{where}: ranks {ranks} hold different copies of {row.different_numel} "
+            f"of {row.numel} elements{largest}"
+        )
+        if decided is not None:
+            message += f"; written is {_DECIDED[decided]}"
+        details = {
+            "tensor": row.tensor,
+            "state": row.state,
+            "ranks": list(row.ranks),
+            "numel": row.numel,
+            "different_numel": row.different_numel,
+            # JSON has no infinity, which is how far a number is from no number.
+            "largest": "inf" if row.largest == inf else row.largest,
+        }
+        severity: Severity = "error" if decided is None else "warning"
+        yield Finding(severity, "replica-drift", message, where, details)
+
+
+def _coordinates(mesh: Mesh, rank: int) -> str:
+    return ",".join(f"{name}={at}" for name, at in mesh.coordinates(rank).items())

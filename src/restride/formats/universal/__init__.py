@@ -4,6 +4,6 @@ One folder a parameter, one file a state: ``zero/PARAMETER/STATE.pt``.
 """
 
 from restride.formats.universal.reader import read_catalog
-from restride.formats.universal.writer import UniversalOutput, lay_out
+from restride.formats.universal.writer import lay_out
 
-__all__ = ["UniversalOutput", "lay_out", "read_catalog"]
+__all__ = ["lay_out", "read_catalog"]

@@ -13,7 +13,6 @@ of an engine whose configuration says ``"checkpoint": {"load_universal": true}``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +20,7 @@ from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Finding, Region, StateEntry
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.output import Output, OutputFile, OutputTensor
-from restride.checkpoint.selection import COPIED, Selected
+from restride.checkpoint.selection import COPIED, Export, Selected
 from restride.errors import CorruptError, PlanError, UnsupportedError
 from restride.layouts.replicated import replicated
 from restride.storage.torch_file import lay_out_torch_file, new_tensor
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import Storage, Value
 
-__all__ = ["UniversalOutput", "lay_out"]
+__all__ = ["lay_out"]
 
 _ONE_RANK: Final = Mesh(())
 _BYTE: Final = DTYPES["uint8"]
@@ -44,22 +43,7 @@ _OPTIMIZER_STATE: Final = "optimizer_state.pt"
 _CASTABLE: Final = frozenset({"float32", "bfloat16", "float16", "float64"})
 
 
-@dataclass(frozen=True, slots=True)
-class UniversalOutput:
-    """A universal folder that is about to be written.
-
-    Attributes:
-        output: Its files.
-        sources: What is read for each of `output.tensors`, in the same order.
-        findings: What has no place in the folder.
-    """
-
-    output: Output
-    sources: tuple[Selected, ...]
-    findings: tuple[Finding, ...]
-
-
-def lay_out(catalog: Catalog, companions: Companions) -> UniversalOutput:
+def lay_out(catalog: Catalog, companions: Companions) -> Export:
     """Describe the universal folder of a checkpoint.
 
     Args:
@@ -87,7 +71,7 @@ def lay_out(catalog: Catalog, companions: Companions) -> UniversalOutput:
     writer = _Writer(catalog, companions)
     writer.add_all()
     output = Output(tuple(writer.files), tuple(writer.tensors))
-    return UniversalOutput(output, tuple(writer.sources), tuple(writer.findings))
+    return Export(output, tuple(writer.sources), tuple(writer.findings))
 
 
 class _Writer:

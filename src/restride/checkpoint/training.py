@@ -1,0 +1,87 @@
+"""The training that a checkpoint stopped in: all that is no tensor, ready to be written again.
+
+`Catalog.values` is for people and for JSON; it cannot be turned back. A writer whose files a
+framework resumes from needs the values themselves: inert, with every object as it was spelled, and
+with the tensors in them as places in the source files.
+
+A reader of a format gives a `Training` beside its catalog, a writer takes both. Neither knows the
+other: a universal folder and the sharded files of any ZeRO stage say the same here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from restride.checkpoint.dtypes import DType
+    from restride.checkpoint.values import Value
+
+__all__ = ["ModelRank", "ParameterGroup", "Training"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """Parameters that the optimizer treats alike.
+
+    Attributes:
+        names: Tensors of the catalog, in the order in which the model gives them to the optimizer.
+            Without those that were frozen.
+        settings: The group's own entries: learning rate, betas, weight decay, whatever else the
+            optimizer keeps there. Never ``params``, which numbers what a format counts.
+        numbers: States that all parameters of the group share and that are no arrays of the
+            catalog, such as a ``step`` that the optimizer counts in a plain integer.
+    """
+
+    names: tuple[str, ...]
+    settings: Mapping[str, Value]
+    numbers: Mapping[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRank:
+    """What one model-parallel rank stored beside its tensors.
+
+    Attributes:
+        where: The file, for errors.
+        values: Top-level entries that hold for the training, whatever the ranks: counters,
+            schedulers, configuration, the client's own state. Geometry that a conversion makes
+            anew (world sizes, shapes, maps) is not among them.
+        module: Entries of the module that are no tensors of the catalog, by name: extra states.
+        module_state: Attributes of the module's state dict, such as its ``_metadata``, or None.
+    """
+
+    where: str
+    values: Mapping[str, Value]
+    module: Mapping[str, Value]
+    module_state: Value = None
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What goes with the tensors of a checkpoint.
+
+    Attributes:
+        tag: Name of the save, such as ``global_step10``.
+        dtype: Type that the weights are trained in.
+        order: Every name of the module in its order: parameters, buffers, second names of tied
+            weights, extra states.
+        groups: Of the optimizer. Empty where there is none.
+        optimizer: State of the optimizer as a whole: loss scaler, overflow, gradient clipping.
+        ranks: Model-parallel ranks of the source, in order; at least one.
+        described: What `universal_checkpoint_info` of the source says beside its maps, pattern
+            lists and categories: version, original vocabulary size; empty where there is none.
+        experts: One mapping for each layer of experts that AutoEP made, in the stored form; ranks
+            and sizes in it are the source's.
+    """
+
+    tag: str
+    dtype: DType
+    order: tuple[str, ...]
+    groups: tuple[ParameterGroup, ...]
+    optimizer: Mapping[str, Value]
+    ranks: tuple[ModelRank, ...]
+    described: Mapping[str, Value]
+    experts: tuple[Mapping[str, Value], ...] = ()
