@@ -17,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 \
 BENCHMARKS := $(if $(B),benchmarks/$(B).py,$(filter-out %/measure.py %/synthetic.py,\
   $(wildcard benchmarks/*.py)))
 
-.PHONY: demo test check quick bench fuzz clean
+.PHONY: demo test check quick bench matrix fuzz clean
 
 demo: $(VENV)/.package
 	@$(BIN)/restride demo
@@ -41,6 +41,11 @@ quick: $(VENV)/.tests
 # Each script is a comparison of its own, in one call; `make bench B=conversion` runs one.
 bench: $(VENV)/.tests
 	@for script in $(BENCHMARKS); do echo "==> $$script"; $(BIN)/python $$script || exit 1; done
+
+# What the real engine makes of every conversion, in docs/matrix.md (about an hour); a part of it with
+# `make matrix ONLY='llama.*'`.
+matrix: $(VENV)/.tests
+	@$(TEST_ENV) $(BIN)/python scripts/matrix.py $(if $(ONLY),--only '$(ONLY)')
 
 # Laws and hostile files with many more examples (`make fuzz K=hostile` for a part of them), then the
 # readers guided by coverage, each for FUZZ_SECONDS.

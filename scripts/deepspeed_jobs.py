@@ -1,0 +1,321 @@
+"""Train with the real DeepSpeed engine on the CPU: a server that reads and answers JSON.
+
+Each line on stdin is a job, each line on stdout its answer, in the same order::
+
+    {"model": "llama", "world": 2, "tp": 2, "zero": 1, "steps": 2, "save": "OUT", "more": 2}
+    {"ok": true, "losses": ["0x1.3p+2", ...]}
+
+    {"peer": ["OUT/step", "UNIVERSAL/step"]}
+    {"ok": true, "losses": []}
+
+The second kind runs DeepSpeed's own `ds_to_universal`. The first starts `world` processes, builds a
+tiny model with random weights (nothing is downloaded), makes an engine of it, loads (`load`, and
+`universal` where that is a universal folder), skips `skip` batches, saves what it loaded
+(`resave`), trains `steps` batches, saves (`save`, with the model's ``config.json`` beside it), and
+trains `more`. Losses are exact, in hexadecimal.
+
+Processes are forked from one that has imported torch, DeepSpeed and transformers once, which makes
+a job a matter of a second or two instead of ten. Every rank gets the same batches, so that the
+gradients do not depend on the number of data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+SECONDS = 180
+HIDDEN, HEADS, KV_HEADS = 64, 8, 4
+LAYERS, VOCABULARY, POSITIONS = 2, 128, 64
+# Their forward pass fails under AutoTP; a loss on the parameters trains them all the same.
+WITHOUT_FORWARD = {"bloom", "falcon", "mpt"}
+# transformers' plan cuts CodeGen's fused weight against its heads.
+WITHOUT_PLAN = {"codegen"}
+
+
+def build(name: str, hidden: int, heads: int, kv_heads: int) -> Any:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    llama = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": POSITIONS,
+    }
+    gpt = {
+        "vocab_size": VOCABULARY,
+        "n_positions": POSITIONS,
+        "n_embd": hidden,
+        "n_layer": LAYERS,
+        "n_head": heads,
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+    }
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": heads,
+    }
+    wide = {"intermediate_size": 2 * hidden}
+    bloom = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "n_layer": LAYERS,
+        "n_head": heads,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    opt = {
+        **common,
+        "ffn_dim": 2 * hidden,
+        "max_position_embeddings": POSITIONS,
+        "dropout": 0.0,
+        "word_embed_proj_dim": hidden,
+    }
+    falcon = {
+        **common,
+        "new_decoder_architecture": True,
+        "num_kv_heads": kv_heads,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    mpt = {
+        "vocab_size": VOCABULARY,
+        "d_model": hidden,
+        "n_heads": heads,
+        "n_layers": LAYERS,
+        "expansion_ratio": 2,
+        "max_seq_len": POSITIONS,
+    }
+    mixture = {"intermediate_size": hidden, "num_local_experts": 4, "num_experts_per_tok": 2}
+    sparse = {
+        "intermediate_size": hidden,
+        "moe_intermediate_size": hidden // 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    known: dict[str, tuple[str, dict[str, Any]]] = {
+        "llama": ("Llama", {**llama, **wide}),
+        "llama_tied": ("Llama", {**llama, **wide, "tie_word_embeddings": True}),
+        "qwen2": ("Qwen2", {**llama, **wide}),
+        "codegen": ("CodeGen", {**gpt, "n_ctx": POSITIONS, "rotary_dim": 4}),
+        "gptbigcode": ("GPTBigCode", {**gpt, "multi_query": True}),
+        "gpt2": ("GPT2", gpt),
+        "opt": ("OPT", opt),
+        "bloom": ("Bloom", bloom),
+        "falcon": ("Falcon", falcon),
+        "gptneox": ("GPTNeoX", {**common, **wide, "max_position_embeddings": POSITIONS}),
+        "mpt": ("Mpt", mpt),
+        "glm": ("Glm", {**llama, **wide, "head_dim": 8, "pad_token_id": 0}),
+        "mixtral": ("Mixtral", {**llama, **mixture}),
+        "qwen3moe": ("Qwen3Moe", {**llama, **sparse}),
+    }
+    family, settings = known[name]
+    if name in {"mixtral", "qwen3moe"}:
+        repair_registry()
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    config = getattr(transformers, f"{family}Config")(**settings)
+    return getattr(transformers, f"{family}{head}")(config)
+
+
+def repair_registry() -> None:
+    """AutoEP asks transformers' registry in a way that version 5.24 does not answer."""
+    import transformers.utils.output_capturing as capturing
+
+    registry: Any = capturing._CanRecordRegistry
+    if getattr(registry, "is_repaired", False):
+        return
+
+    def named(key: Any) -> str:
+        return key if isinstance(key, str) else str(key.__class__)
+
+    def get(self: Any, key: Any, default: Any = None) -> Any:
+        found = dict.get(self, named(key))
+        return found if found is not None else ({} if default is None else default)
+
+    def put(self: Any, key: Any, value: Any) -> None:
+        dict.__setitem__(self, named(key), value)
+
+    registry.get, registry.__setitem__, registry.is_repaired = get, put, True
+
+
+def hide_plan(model: Any) -> None:
+    model.config.base_model_tp_plan = None
+    for module in [type(model), *model.modules()]:
+        if hasattr(module, "_tp_plan"):
+            module._tp_plan = {}
+
+
+def settings_of(job: dict[str, Any]) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": job["zero"]}
+    if job["zero"] == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 10**9,
+        "zero_optimization": zero,
+        "checkpoint": {"load_universal": True} if job.get("universal") else {},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    if job.get("dtype", "bf16") == "bf16":
+        settings["bf16"] = {"enabled": True}
+    if job.get("tp", 1) > 1:
+        settings["tensor_parallel"] = {"autotp_size": job["tp"]}
+    if job.get("ep"):
+        settings["expert_parallel"] = {"enabled": True, "autoep_size": job["ep"]}
+    for key, value in job.get("config", {}).items():
+        merged = settings.get(key)
+        settings[key] = {**merged, **value} if isinstance(merged, dict) else value
+    return settings
+
+
+def train(rank: int, job: dict[str, Any]) -> list[str]:
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = build(
+        job["model"],
+        job.get("hidden", HIDDEN),
+        job.get("heads", HEADS),
+        job.get("kv_heads", KV_HEADS),
+    )
+    if job["model"] in WITHOUT_PLAN:
+        hide_plan(model)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=settings_of(job)
+    )
+    if job.get("load"):
+        path, _ = engine.load_checkpoint(job["load"])
+        if path is None:
+            raise RuntimeError("the engine loaded nothing")
+    if job.get("resave"):
+        engine.save_checkpoint(job["resave"], tag="step")
+    numbers = torch.Generator().manual_seed(1)
+    losses: list[str] = []
+    first, last = job.get("steps", 0), job.get("steps", 0) + job.get("more", 0)
+    for step in range(-job.get("skip", 0), last):
+        if step == first and job.get("save"):
+            save(engine, job["save"], rank)
+        tokens = torch.randint(0, VOCABULARY, (1, 16), generator=numbers)
+        if step < 0:
+            continue
+        if job["model"] in WITHOUT_FORWARD:
+            loss = sum((p.float() ** 2).mean() for p in engine.module.parameters())
+        else:
+            loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()).hex())
+    if job.get("save") and first == last:
+        save(engine, job["save"], rank)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return losses
+
+
+def save(engine: Any, folder: str, rank: int) -> None:
+    engine.save_checkpoint(folder, tag="step")
+    if rank == 0:
+        Path(folder, "config.json").write_text(engine.module.config.to_json_string(), "utf-8")
+
+
+def convert_as_peer(source: str, out: str) -> list[str]:
+    """Without the injected state the peer refuses checkpoints of data parallelism alone."""
+    import argparse
+
+    from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
+
+    ds_to_universal(
+        argparse.Namespace(
+            input_folder=source,
+            output_folder=out,
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
+    return []
+
+
+def run_rank(rank: int, job: dict[str, Any], port: int, answers: Any) -> None:
+    # What DeepSpeed prints is not an answer.
+    os.dup2(2, 1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job.get("world", 1)),
+        LOCAL_WORLD_SIZE=str(job.get("world", 1)),
+        # Otherwise DeepSpeed's all-reduce leaves 69 MB for each rank in shared memory.
+        LOCAL_SIZE="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        losses = convert_as_peer(*job["peer"]) if "peer" in job else train(rank, job)
+    except BaseException as error:  # noqa: BLE001 - the server has to hear of it, whatever it is
+        trace = traceback.format_exc()
+        answers.put({"ok": False, "rank": rank, "error": f"{error!r}", "trace": trace})
+        answers.close()
+        answers.join_thread()
+        os._exit(1)
+    if rank == 0:
+        answers.put({"ok": True, "losses": losses})
+
+
+def run(context: Any, job: dict[str, Any]) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    answers = context.Queue()
+    ranks = [
+        context.Process(target=run_rank, args=(rank, job, port, answers))
+        for rank in range(job.get("world", 1))
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        answer: dict[str, Any] = answers.get(timeout=job.get("seconds", SECONDS))
+    except queue.Empty:
+        answer = {"ok": False, "error": "timeout"}
+    for process in ranks:
+        if answer["ok"]:
+            process.join(20)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return answer
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "deepspeed", "transformers"])
+    for line in sys.stdin:
+        print(json.dumps(run(context, json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

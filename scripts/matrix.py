@@ -1,0 +1,383 @@
+"""Convert what the real engine wrote, resume with the real engine, compare: the table in docs/.
+
+For each source (a model, how it was cut, its ZeRO stage) the engine trains two steps, saves, and
+trains two more. For each target the checkpoint is converted, an engine of that shape loads it,
+saves at once, and trains the same two steps. A cell of the table says what was the same, bit for
+bit:
+
+    states     every tensor and optimizer state that the engine saved right after it had loaded
+    peer       the losses, with those of an engine that loaded the peer's own universal folder
+    universal  the losses, with those of an engine that loaded our universal folder
+    unbroken   the losses, with those of the training that never stopped
+
+Engines of other tensor-parallel sizes add in another order, so that `unbroken` can only be asked
+where it is the source's; elsewhere the losses are within one percent of it. Everything that can be
+asked is asked; a cell fails if one of it differs.
+
+    python scripts/matrix.py                     all of it, and write the table
+    python scripts/matrix.py --only 'llama.*'    sources whose name matches; write nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from restride import api
+from restride.errors import RestrideError
+from restride.testing.gather import gather_all
+
+ROOT = Path(__file__).parent.parent
+TABLE = ROOT / "docs" / "matrix.md"
+STEPS = 2
+NEAR = 0.01
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an engine cuts a model."""
+
+    tp: int
+    dp: int
+    zero: int
+    ep: int = 1
+
+    def __str__(self) -> str:
+        experts = f" EP{self.ep}" if self.ep > 1 else ""
+        return f"TP{self.tp} DP{self.dp}{experts} ZeRO-{self.zero}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that the engine makes."""
+
+    model: str
+    shape: Shape
+    dtype: str = "fp32"
+    more: tuple[tuple[str, Any], ...] = ()
+    replicas: str = "check"
+
+    @property
+    def name(self) -> str:
+        more = "".join(f" {key}={value}" for key, value in self.more)
+        return f"{self.model} {self.shape} {self.dtype}{more}"
+
+
+DENSE = (
+    Shape(1, 1, 1),
+    Shape(1, 2, 2),
+    Shape(1, 2, 3),
+    Shape(2, 1, 1),
+    Shape(2, 2, 1),
+    Shape(2, 1, 3),
+    Shape(4, 1, 2),
+    Shape(1, 2, 0),
+)
+EXPERTS = (
+    Shape(1, 2, 1),
+    Shape(1, 2, 1, 2),
+    Shape(1, 4, 1, 4),
+    Shape(1, 4, 2, 2),
+    Shape(1, 2, 3, 2),
+)
+WIDE_HEADS = (("heads", 16),)
+SOURCES = (
+    *(Source("llama", Shape(2, 1, zero)) for zero in (0, 1, 2, 3)),
+    *(Source("llama", Shape(1, 2, zero)) for zero in (0, 1, 2, 3)),
+    Source("llama", Shape(2, 2, 1)),
+    Source("llama", Shape(4, 1, 1)),
+    Source("llama", Shape(2, 1, 1), "bf16"),
+    Source("llama", Shape(1, 2, 3), "bf16"),
+    Source("llama", Shape(2, 1, 1), more=(("hidden", 96), ("heads", 6), ("kv_heads", 3))),
+    Source("llama_tied", Shape(2, 1, 1)),
+    Source("llama_tied", Shape(1, 2, 3)),
+    Source("qwen2", Shape(2, 1, 1)),
+    Source("codegen", Shape(2, 1, 1), more=WIDE_HEADS),
+    Source("codegen", Shape(2, 1, 0), more=WIDE_HEADS),
+    Source("codegen", Shape(2, 2, 1), "bf16", more=WIDE_HEADS),
+    Source("gptbigcode", Shape(2, 1, 1), replicas="first"),
+    Source("gpt2", Shape(1, 2, 1)),
+    Source("gpt2", Shape(1, 2, 3)),
+    Source("opt", Shape(2, 1, 1)),
+    Source("bloom", Shape(2, 1, 1)),
+    Source("falcon", Shape(2, 1, 1)),
+    Source("gptneox", Shape(2, 1, 1)),
+    Source("mpt", Shape(2, 1, 1)),
+    Source("mixtral", Shape(2, 1, 1)),
+    *(Source("mixtral", Shape(1, 2, zero, 2)) for zero in (1, 2, 3)),
+    Source("qwen3moe", Shape(1, 4, 1, 4)),
+)
+
+
+@dataclass
+class Row:
+    """What became of one source: by target what was the same, or what failed."""
+
+    source: Source
+    peer: str = ""
+    cells: dict[str, str] = field(default_factory=dict)
+
+
+class Engine:
+    """The server of `deepspeed_jobs.py`."""
+
+    def __init__(self, extensions: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, ROOT / "scripts" / "deepspeed_jobs.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "TORCH_EXTENSIONS_DIR": str(extensions)},
+        )
+
+    def ask(self, **job: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def job_of(source: Source, shape: Shape) -> dict[str, Any]:
+    job = {
+        "model": source.model,
+        "world": shape.tp * shape.dp,
+        "tp": shape.tp,
+        "zero": shape.zero,
+        "dtype": source.dtype,
+        **dict(source.more),
+    }
+    if source.shape.ep > 1 or shape.ep > 1:
+        job["ep"] = shape.ep
+    return job
+
+
+class Case:
+    """One source, and everything that is made of it."""
+
+    def __init__(self, engine: Engine, source: Source, folder: Path) -> None:
+        self._engine = engine
+        self._source = source
+        self._folder = folder
+        self._at = folder / "source"
+        self.row = Row(source)
+
+    def start(self) -> bool:
+        """Train the source, and let the peer convert it."""
+        answer = self._engine.ask(
+            **job_of(self._source, self._source.shape),
+            steps=STEPS,
+            more=STEPS,
+            save=str(self._at),
+        )
+        if not answer["ok"]:
+            self.row.peer = f"the engine cannot train it: {short(answer['error'])}"
+            return False
+        self._unbroken = answer["losses"][STEPS:]
+        peer = self._engine.ask(
+            peer=[str(self._at / "step"), str(self._folder / "peer" / "step")], seconds=60
+        )
+        self._has_peer = peer["ok"]
+        self.row.peer = "converts" if peer["ok"] else short(peer["error"])
+        report = api.convert(
+            self._at,
+            self._folder / "weights",
+            states="all",
+            replicas=self._source.replicas,
+        )
+        self._states = gather_all(api.open(report.out))
+        return True
+
+    def resume(self, shape: Shape) -> None:
+        """Try one target by each way there is."""
+        same: list[str] = []
+        try:
+            losses = self._sharded(shape, same)
+            self._compare_peer(shape, losses, same)
+            self._compare_universal(shape, losses, same)
+            if (shape.tp, shape.ep) == (self._source.shape.tp, self._source.shape.ep):
+                require_same("losses", losses, self._unbroken, "the training that never stopped")
+                same.append("unbroken")
+            else:
+                require_near(losses, self._unbroken)
+        except (DifferentError, RestrideError) as error:
+            self.row.cells[str(shape)] = f"FAILED: {short(str(error))}"
+            return
+        self.row.cells[str(shape)] = ", ".join(same)
+
+    def _sharded(self, shape: Shape, same: list[str]) -> list[str]:
+        """Convert to the files of that shape, load them, and look at what the engine holds."""
+        out, again = self._folder / "out", self._folder / "again"
+        api.convert(
+            self._at,
+            out,
+            to="deepspeed",
+            tp=shape.tp,
+            dp=shape.dp,
+            zero=shape.zero,
+            ep=shape.ep,
+            plan=False if self._source.model == "codegen" else None,
+            replicas=self._source.replicas,
+            force=True,
+        )
+        losses = self._losses(shape, load=str(out), resave=str(again))
+        if self._source.replicas == "check":
+            self._compare_states(again)
+            same.append("states")
+        shutil.rmtree(again)
+        return losses
+
+    def _compare_states(self, again: Path) -> None:
+        held = gather_all(api.open(again))
+        for key, expected in self._states.items():
+            # The weights of a ZeRO-3 engine are its master copies; a tied one has several names.
+            if key in held and held[key].tobytes() != expected.tobytes():
+                raise DifferentError(f"{key} is not what was stored")
+        missing = {key for key in self._states.keys() - held.keys() if "/exp_" in key}
+        if missing:
+            raise DifferentError(f"{min(missing)} and {len(missing) - 1} more were not loaded")
+
+    def _compare_peer(self, shape: Shape, losses: list[str], same: list[str]) -> None:
+        if not self._has_peer:
+            return
+        answer = self._resumed(shape, load=str(self._folder / "peer"), universal=True)
+        if answer["ok"]:
+            require_same("losses", losses, answer["losses"], "the peer's universal folder")
+            same.append("peer")
+
+    def _compare_universal(self, shape: Shape, losses: list[str], same: list[str]) -> None:
+        """Our own universal folder, in the shape that the target loads."""
+        if shape.zero == 0:
+            return
+        out = self._folder / ("universal-3" if shape.zero == 3 else "universal")
+        if not out.exists():
+            api.convert(
+                self._at,
+                out,
+                to="universal",
+                stage=3 if shape.zero == 3 else 1,
+                replicas=self._source.replicas,
+            )
+        answer = self._resumed(shape, load=str(out), universal=True)
+        if answer["ok"]:
+            require_same("losses", losses, answer["losses"], "our universal folder")
+            same.append("universal")
+        else:
+            same.append(f"(no universal: {short(answer['error'])})")
+
+    def _losses(self, shape: Shape, **options: Any) -> list[str]:
+        answer = self._resumed(shape, **options)
+        if not answer["ok"]:
+            raise DifferentError(f"the engine does not load it: {answer['error']}")
+        losses: list[str] = answer["losses"]
+        return losses
+
+    def _resumed(self, shape: Shape, **options: Any) -> dict[str, Any]:
+        job = job_of(self._source, shape)
+        return self._engine.ask(**job, skip=STEPS, steps=STEPS, **options)
+
+
+class DifferentError(Exception):
+    """Something is not the same."""
+
+
+def require_same(what: str, ours: list[str], theirs: list[str], whose: str) -> None:
+    if ours != theirs:
+        numbers = [[float.fromhex(text) for text in side] for side in (ours, theirs)]
+        raise DifferentError(f"{what} {numbers[0]} are not those of {whose}, {numbers[1]}")
+
+
+def require_near(ours: list[str], theirs: list[str]) -> None:
+    """Losses differ by no more than the order of additions explains."""
+    pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in zip(ours, theirs, strict=True)]
+    if not all(abs(a - b) <= NEAR * abs(b) for a, b in pairs):
+        raise DifferentError(f"losses and those of the training that never stopped are {pairs}")
+
+
+def short(text: str) -> str:
+    line = " ".join(text.split())
+    return (line if len(line) < 160 else line[:157] + "...").replace("|", "/")
+
+
+def targets_of(source: Source) -> tuple[Shape, ...]:
+    if source.shape.ep > 1:
+        return EXPERTS
+    if source.model == "gpt2":  # the engine has no tensor parallelism for it
+        return tuple(shape for shape in DENSE if shape.tp == 1)
+    return DENSE
+
+
+def run(sources: list[Source], shapes: tuple[Shape, ...] | None = None) -> list[Row]:
+    """Run the cases of these sources, by default each with all its targets."""
+    rows = []
+    with tempfile.TemporaryDirectory() as extensions:
+        engine = Engine(Path(extensions))
+        for source in sources:
+            with tempfile.TemporaryDirectory() as folder:
+                case = Case(engine, source, Path(folder))
+                rows.append(case.row)
+                print(source.name, flush=True)
+                if not case.start():
+                    print(f"  {case.row.peer}", flush=True)
+                    continue
+                for shape in shapes or targets_of(source):
+                    started = time.perf_counter()
+                    case.resume(shape)
+                    seconds = time.perf_counter() - started
+                    print(f"  {shape}: {case.row.cells[str(shape)]} ({seconds:.1f} s)", flush=True)
+        engine.close()
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The rows in Markdown, one table for each set of targets."""
+    parts = [(__doc__ or "").split("    python scripts")[0].strip(), ""]
+    for shapes in (DENSE, EXPERTS):
+        names = [str(shape) for shape in shapes]
+        known = [row for row in rows if row.cells and set(row.cells) <= set(names)]
+        if known:
+            parts.append("| source | the peer's converter | " + " | ".join(names) + " |")
+            parts.append("|" + "---|" * (len(names) + 2))
+            parts += [
+                f"| {row.source.name} | {row.peer} | "
+                + " | ".join(row.cells.get(name, "-") for name in names)
+                + " |"
+                for row in known
+            ]
+            parts.append("")
+    parts += [f"{row.source.name}: {row.peer}." for row in rows if not row.cells]
+    return "\n".join(parts) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Resume with the real engine, and compare.")
+    parser.add_argument("--only", metavar="PATTERN", help="sources whose name matches")
+    options = parser.parse_args()
+    chosen = [s for s in SOURCES if not options.only or re.search(options.only, s.name)]
+    rows = run(chosen)
+    if not options.only:
+        TABLE.write_text(table(rows), "utf-8")
+    failed = [cell for row in rows for cell in row.cells.values() if cell.startswith("FAILED")]
+    print(f"{sum(len(row.cells) for row in rows)} cells, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
