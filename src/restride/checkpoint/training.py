@@ -70,7 +70,10 @@ class Training:
             weights, extra states.
         groups: Of the optimizer. Empty where there is none.
         optimizer: State of the optimizer as a whole: loss scaler, overflow, gradient clipping.
-        ranks: Model-parallel ranks of the source, in order; at least one.
+        ranks: What ranks of the source stored of their own, in the order of a mesh ``dp, mp`` of
+            `data_size` and the model-parallel ranks; at least one.
+        data_size: Data-parallel ranks that stored something of their own; 1 where one speaks for
+            all.
         described: What `universal_checkpoint_info` of the source says beside its maps, pattern
             lists and categories: version, original vocabulary size; empty where there is none.
         experts: One mapping for each layer of experts that AutoEP made, in the stored form; ranks
@@ -85,3 +88,22 @@ class Training:
     ranks: tuple[ModelRank, ...]
     described: Mapping[str, Value]
     experts: tuple[Mapping[str, Value], ...] = ()
+    data_size: int = 1
+
+    @property
+    def model_size(self) -> int:
+        """Model-parallel ranks of the source."""
+        return len(self.ranks) // self.data_size
+
+    def number_of_rank(self, *, dp: int, dp_size: int, mp: int, mp_size: int) -> int:
+        """Which of `ranks` speaks for a rank of another mesh: the one in its proportional place.
+
+        Examples:
+            >>> from restride.checkpoint.dtypes import DTYPES
+            >>> ranks = tuple(ModelRank(f"mp {n}", {}, {}) for n in range(2))
+            >>> training = Training("step", DTYPES["float32"], (), (), {}, ranks, {})
+            >>> [training.number_of_rank(dp=0, dp_size=1, mp=mp, mp_size=4) for mp in range(4)]
+            [0, 0, 1, 1]
+        """
+        data = dp * self.data_size // dp_size
+        return data * self.model_size + mp * self.model_size // mp_size

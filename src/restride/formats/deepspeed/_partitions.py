@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError
 from restride.formats.deepspeed._expert_ranks import ExpertRanks
 from restride.formats.deepspeed._flat import check_partition, fragments_of, lay_out
+from restride.formats.deepspeed._settings import is_round_robin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._run import Run
 
 __all__ = ["FlatCut", "Holding", "Partitions", "find_uncut", "read_partitions"]
-
-_ROUND_ROBIN: Final = "round_robin_gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +187,7 @@ class _Reader:
             partition,
             count,
             is_lean=zero.stage is not None,
-            is_round_robin=self._is_round_robin(zero),
+            is_round_robin=is_round_robin(zero.root.get("ds_config")),
         )
         self.is_reordered |= order == "group"
 
@@ -218,12 +217,6 @@ class _Reader:
         if name not in self._found.cuts:
             self._found.cuts[name] = FlatCut(*self._ranks.strides(name))
         return self._found.cuts[name]
-
-    def _is_round_robin(self, zero: ZeroFile) -> bool:
-        config = zero.root.get("ds_config")
-        section = config.get("zero_optimization") if config else None
-        stored = section.get(_ROUND_ROBIN) if section else None
-        return stored is not None and stored.value is True
 
 
 def _agreed_width(groups: Mapping[int, Group]) -> int:

@@ -1,0 +1,79 @@
+"""What in a run's configuration decides how its flat buffers are laid out (deepspeed 0.19.8)."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import TYPE_CHECKING, Final, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from restride.formats.deepspeed._fields import Field
+
+__all__ = [
+    "group_order",
+    "is_bf16",
+    "is_enabled",
+    "is_round_robin",
+    "parameter_alignment",
+    "round_robin_order",
+    "zero_setting",
+]
+
+_T = TypeVar("_T")
+_ALIGNED_NBYTES: Final = 16
+
+
+def zero_setting(config: Field | None, key: str) -> Field | None:
+    """An entry of ``zero_optimization``, where there is one."""
+    if config is None or not config.is_mapping:
+        return None
+    section = config.get("zero_optimization")
+    return section.get(key) if section is not None and section.is_mapping else None
+
+
+def is_round_robin(config: Field | None) -> bool:
+    """Whether the parameters of ZeRO-1/2 are dealt out to the partitions in turn."""
+    return is_enabled(zero_setting(config, "round_robin_gradients"))
+
+
+def parameter_alignment(config: Field | None, itemsize_nbytes: int) -> int:
+    """Elements to a multiple of which each parameter of a ZeRO-1/2 buffer is padded."""
+    if not is_enabled(zero_setting(config, "parameter_alignment")):
+        return 1
+    return _ALIGNED_NBYTES // gcd(_ALIGNED_NBYTES, itemsize_nbytes)
+
+
+def is_bf16(config: Field | None) -> bool:
+    """Whether the run trains in bfloat16, which is in the names of its optimizer files."""
+    for key in ("bf16", "bfloat16"):
+        section = config.get(key) if config is not None and config.is_mapping else None
+        if section is not None and section.is_mapping and is_enabled(section.get("enabled")):
+            return True
+    return False
+
+
+def is_enabled(setting: Field | None) -> bool:
+    """Whether a switch is there, and on."""
+    return setting is not None and setting.value is True
+
+
+def round_robin_order(members: Sequence[_T], count: int) -> list[_T]:
+    """Deal out parameters to `count` partitions: 0, n, 2n, ..., then 1, n + 1, ...
+
+    Examples:
+        >>> round_robin_order("abcde", 2)
+        ['a', 'c', 'e', 'b', 'd']
+    """
+    return [members[turn] for first in range(count) for turn in range(first, len(members), count)]
+
+
+def group_order(members: Sequence[_T], count: int) -> list[_T]:
+    """Undo `round_robin_order`.
+
+    Examples:
+        >>> group_order(round_robin_order("abcde", 2), 2)
+        ['a', 'b', 'c', 'd', 'e']
+    """
+    turns = round_robin_order(range(len(members)), count)
+    return [member for _, member in sorted(zip(turns, members, strict=True), key=lambda p: p[0])]

@@ -1,0 +1,142 @@
+"""What the user should know of a conversion into sharded form: what differs, what is lost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from restride.checkpoint.catalog import Finding
+from restride.errors import RestrideError
+from restride.formats.deepspeed._fields import Field, shown
+from restride.formats.deepspeed._settings import is_round_robin, zero_setting
+from restride.formats.deepspeed._values import JsonWriter
+from restride.storage.ranges import FilePool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from restride.checkpoint.training import ModelRank
+    from restride.checkpoint.values import StoredTensor
+    from restride.formats.deepspeed._values import Json
+    from restride.formats.deepspeed._writing import Writing
+
+__all__ = ["findings_of"]
+
+_BATCH_KEYS: Final = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+_GRADIENTS: Final = 2
+_PARTITIONED_WEIGHTS: Final = 3
+_MOST_KEYS: Final = 8
+
+
+def findings_of(writing: Writing) -> Iterator[Finding]:
+    """Tell of settings that do not fit the target, and of values that not all ranks share."""
+    yield from _stage(writing)
+    yield from _batch(writing)
+    if writing.target.zero <= _GRADIENTS and is_round_robin(writing.config):
+        message = (
+            "round_robin_gradients is on in ds_config: the buffers are written in that order for "
+            f"{writing.target.dp} data-parallel ranks, and the engine that resumes must have it on"
+        )
+        yield Finding("note", "round-robin", message)
+    yield from _ranks(writing)
+
+
+def _stage(writing: Writing) -> Iterator[Finding]:
+    stored = zero_setting(writing.config, "stage")
+    if stored is not None and stored.value != writing.target.zero:
+        message = (
+            f"ds_config in the files says ZeRO stage {shown(stored.value)}, as the source was "
+            f"trained: resume with stage {writing.target.zero}"
+        )
+        yield Finding("note", "config-stage", message)
+    section = writing.config.get("tensor_parallel") if writing.config else None
+    size = section.get("autotp_size") if section and section.is_mapping else None
+    if size is not None and size.value != writing.target.tp:
+        message = (
+            f"ds_config in the files says autotp_size {shown(size.value)}, as the source was "
+            f"trained: resume with {writing.target.tp}"
+        )
+        yield Finding("note", "config-tp", message)
+
+
+def _batch(writing: Writing) -> Iterator[Finding]:
+    """The global batch is a product; with another number of replicas one factor has to change."""
+    config = writing.config
+    if config is None or not config.is_mapping:
+        return
+    numbers = [entry.value if (entry := config.get(key)) else None for key in _BATCH_KEYS]
+    total, micro, steps = (n if isinstance(n, int) and n > 0 else None for n in numbers)
+    if total is None:
+        return
+    micro, steps = micro or 1, steps or 1
+    if micro * steps * writing.target.dp != total:
+        message = (
+            f"ds_config in the files says a train_batch_size of {total}, which is not "
+            f"{micro} a rank * {steps} accumulation steps * {writing.target.dp} data-parallel "
+            "ranks: change one of them to resume"
+        )
+        yield Finding("note", "config-batch", message)
+
+
+def _ranks(writing: Writing) -> Iterator[Finding]:
+    """What differs between ranks of the source, and does not go one to one to the target's."""
+    training, target = writing.training, writing.target
+    data = target.dp if target.zero == _PARTITIONED_WEIGHTS else 1
+    chosen = [
+        training.number_of_rank(dp=dp, dp_size=data, mp=tp, mp_size=target.tp)
+        for dp in range(data)
+        for tp in range(target.tp)
+    ]
+    if chosen == list(range(len(training.ranks))):
+        return
+    with FilePool() as pool:
+        ranks = [_comparable(rank, pool) for rank in training.ranks]
+    keys = dict.fromkeys(key for entries in ranks for key in entries)
+    differing = [
+        key for key in keys if any(entries.get(key) != ranks[0].get(key) for entries in ranks)
+    ]
+    if not differing:
+        return
+    named = ", ".join(map(repr, differing[:_MOST_KEYS]))
+    if len(differing) > _MOST_KEYS:
+        named += f" and {len(differing) - _MOST_KEYS} more"
+    unused = sorted({*range(len(training.ranks))} - {*chosen})
+    doubled = sorted({number for number in chosen if chosen.count(number) > 1})
+    fates = [
+        f"{what} {', '.join(training.ranks[number].where for number in numbers[:_MOST_KEYS])}"
+        for what, numbers in (
+            ("left out are those of", unused),
+            ("used twice are those of", doubled),
+        )
+        if numbers
+    ]
+    message = (
+        f"{named} differ between the {len(training.ranks)} model files of the source, and "
+        f"{len(chosen)} are written: {'; '.join(fates)}"
+    )
+    yield Finding("warning", "rank-values", message, "", {"keys": differing})
+
+
+def _comparable(rank: ModelRank, pool: FilePool) -> dict[str, Json]:
+    """Values of a rank in a form that can be compared."""
+
+    def read(tensor: StoredTensor) -> bytes:
+        numel = 1
+        for size in tensor.shape:
+            numel *= size
+        buffer = bytearray(numel * tensor.storage.dtype.itemsize_nbytes)
+        pool.read_exact(tensor.storage.file, tensor.start_nbytes, buffer)
+        return bytes(buffer)
+
+    writer = JsonWriter(read)
+    try:
+        return {
+            key: writer.of(Field(value, key))
+            for part in (rank.values, rank.module)
+            for key, value in part.items()
+        }
+    except RestrideError as error:
+        raise error.located(rank.where) from None

@@ -1,0 +1,134 @@
+"""The optimizer's parameter groups: which states they have, and what a group has in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from restride.checkpoint.values import StoredTensor
+from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._writing import FP32, WEIGHT, keyed
+from restride.layouts.replicated import replicated
+from restride.storage.ranges import FilePool
+
+if TYPE_CHECKING:
+    from restride.checkpoint.catalog import StateEntry, TensorEntry
+    from restride.checkpoint.training import ParameterGroup
+    from restride.checkpoint.values import Value
+    from restride.formats.deepspeed._writing import Writing
+    from restride.storage.torch_output import OutputArray
+
+__all__ = ["group_states", "param_groups", "states_of"]
+
+
+def param_groups(writing: Writing) -> list[Value]:
+    """Hyperparameters of each group; its one flat parameter is numbered as the group."""
+    return [
+        {**keyed(group.settings), "params": [number]}
+        for number, group in enumerate(writing.training.groups)
+    ]
+
+
+def states_of(writing: Writing, number: int, group: ParameterGroup) -> tuple[str, ...]:
+    """Name the states that every parameter of a group has, as large as itself; masters first.
+
+    Raises:
+        UnsupportedError: Parameters of the group have different states or dtypes, or a state that
+            is neither as large as the parameter nor one number for the group.
+    """
+    for key, value in group.numbers.items():
+        if isinstance(value, StoredTensor):
+            raise UnsupportedError(
+                f"state {key!r} of parameter group {number} has shape {value.shape}, which is not "
+                "that of a flat partition: how it is cut is not known",
+                where=writing.catalog.root,
+                remedy="convert the weights with --to safetensors",
+            )
+    found: dict[str, str] = {}
+    for name in group.names:
+        tensor = writing.tensors[name]
+        own = {FP32: writing.entry(tensor, FP32), **_arrays(tensor)}
+        if not found:
+            found = {state: entry.dtype.name for state, entry in own.items()}
+        for state in {*found, *own}:
+            # An entry that is missing is refused by name.
+            dtype = writing.entry(tensor, state).dtype.name if state in found else None
+            if dtype != found.get(state):
+                known = found.get(state)
+                raise UnsupportedError(
+                    f"its state {state!r} is {dtype or 'there'}, "
+                    f"in {group.names[0]!r} of the same group it is {known or 'not'}: a flat "
+                    "partition has one dtype for all of them",
+                    where=f"tensor {name!r}",
+                    remedy="convert a checkpoint whose parameters were all trained alike",
+                )
+    return tuple(found)
+
+
+def group_states(writing: Writing, number: int, group: ParameterGroup) -> dict[str, OutputArray]:
+    """Announce the states that are one number for the whole group, such as the step.
+
+    They are replicated over all ranks of the target.
+
+    Raises:
+        UnsupportedError: Parameters of the group have different numbers.
+        ExecutionError: A file cannot be read.
+    """
+    first = writing.tensors[group.names[0]]
+    mesh = writing.target.mesh
+    announced: dict[str, OutputArray] = {}
+    for state in _scalars(first):
+        _require_equal(writing, number, group, state)
+        announced[state] = writing.state(first, state, replicated((), mesh=mesh))
+    return announced
+
+
+def _arrays(tensor: TensorEntry) -> dict[str, StateEntry]:
+    shape = tensor.layout.full_shape
+    return {
+        state: entry
+        for state, entry in tensor.states.items()
+        if state not in {WEIGHT, FP32}
+        and entry.layout.full_shape == shape
+        and not _is_scalar(entry)
+    }
+
+
+def _scalars(tensor: TensorEntry) -> list[str]:
+    return [
+        state
+        for state, entry in tensor.states.items()
+        if state not in {WEIGHT, FP32} and _is_scalar(entry)
+    ]
+
+
+def _is_scalar(entry: StateEntry) -> bool:
+    return not entry.layout.full_shape
+
+
+def _require_equal(writing: Writing, number: int, group: ParameterGroup, state: str) -> None:
+    """Compare a number over the parameters of a group: a few bytes of each file that has one."""
+    root = Path(writing.catalog.root)
+    seen: dict[tuple[int, int], bytes] = {}
+    expected: tuple[str, bytes] | None = None
+    with FilePool() as pool:
+        for name in group.names:
+            entry = writing.entry(writing.tensors[name], state)
+            region = next((region for region in entry.regions if region is not None), None)
+            if region is None:
+                raise CorruptError(f"state {state!r} is in no file", where=f"tensor {name!r}")
+            place = region.file, region.start_nbytes
+            if place not in seen:
+                buffer = bytearray(entry.dtype.itemsize_nbytes)
+                file = str(root / writing.catalog.files[region.file].name)
+                pool.read_exact(file, region.start_nbytes, buffer)
+                seen[place] = bytes(buffer)
+            if expected is None:
+                expected = name, seen[place]
+            if seen[place] != expected[1]:
+                raise UnsupportedError(
+                    f"its state {state!r} is not that of {expected[0]!r}, and parameter group "
+                    f"{number} has one for all of its parameters",
+                    where=f"tensor {name!r}",
+                    remedy="convert a checkpoint whose parameters were all trained alike",
+                )

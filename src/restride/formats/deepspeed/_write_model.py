@@ -1,0 +1,135 @@
+"""The model files: weights and buffers, shapes in flat order, and what is not a tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from restride.checkpoint.values import OrderedDictValue, SizeValue
+from restride.formats.deepspeed._settings import is_round_robin, round_robin_order
+from restride.formats.deepspeed._write_maps import universal_info
+from restride.formats.deepspeed._writing import keyed
+from restride.storage.torch_output import FileDraft
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from restride.algebra.layout import Shape
+    from restride.checkpoint.training import ModelRank, ParameterGroup
+    from restride.checkpoint.values import Value
+    from restride.formats.deepspeed._writing import Writing
+
+__all__ = ["common_entries", "flat_members", "module_of", "ordered", "write_models"]
+
+_GRADIENTS = 2
+
+
+def write_models(writing: Writing) -> None:
+    """Add the model file of each tensor-parallel rank, as ZeRO-1 and ZeRO-2 write them.
+
+    Raises:
+        CoverageError: A layout of the target is not whole.
+        UnsupportedError: A weight cannot be written.
+    """
+    arrays = {
+        name: writing.output.array(selected, writing.layouts[name])
+        for name, selected in writing.weights.items()
+    }
+    for tp in range(writing.target.tp):
+        draft = FileDraft(writing.model_name(tp))
+        rank = writing.source_rank(0, tp, dp_size=1)
+        made = {name: draft.tensor(array, tp) for name, array in arrays.items()}
+        frozen = None
+        if writing.target.zero >= _GRADIENTS:
+            frozen = [
+                tensor.name
+                for tensor in writing.tensors.values()
+                if tensor.kind == "parameter" and not writing.is_owned(tensor.name, tp)
+            ]
+        entries: dict[Value, Value] = {
+            "module": module_of(writing, rank, made.__getitem__),
+            "param_shapes": [
+                _shapes(flat_members(writing, group, tp)) for group in writing.training.groups
+            ],
+            "frozen_param_shapes": None
+            if frozen is None
+            else _shapes({name: writing.shard_shape(name, tp) for name in frozen}),
+            "frozen_param_fragments": None
+            if frozen is None
+            else ordered({name: made[name] for name in frozen}),
+            **common_entries(writing, rank, tp),
+        }
+        writing.output.add(draft, entries)
+
+
+def module_of(
+    writing: Writing, rank: ModelRank, weight: Callable[[str], Value]
+) -> OrderedDictValue:
+    """The state dict of the module in its own order; tied weights are one tensor.
+
+    Args:
+        writing: The conversion.
+        rank: The rank of the source that what is no tensor comes from.
+        weight: Gives what stands in the module for a tensor of a name.
+    """
+    tensors = {
+        name: tensor
+        for tensor in writing.tensors.values()
+        for name in (tensor.name, *tensor.aliases)
+    }
+    module = OrderedDictValue()
+    for name in dict.fromkeys((*writing.training.order, *writing.tensors)):
+        if name in tensors:
+            module[name] = weight(tensors[name].name)
+        elif name in rank.module:
+            module[name] = rank.module[name]
+    module.state = rank.module_state
+    return module
+
+
+def common_entries(writing: Writing, rank: ModelRank, tp: int) -> dict[Value, Value]:
+    """What model files of every stage have besides module, shapes and frozen parameters.
+
+    Args:
+        writing: The conversion.
+        rank: The rank of the source that what is no geometry comes from.
+        tp: Tensor-parallel rank of the target.
+    """
+    target = writing.target
+    entries: dict[Value, Value] = {
+        "buffer_names": [
+            tensor.name for tensor in writing.tensors.values() if tensor.kind == "buffer"
+        ],
+        "optimizer": None,
+        # Only the first rank of all knows of shared parameters (`_get_shared_params`).
+        "shared_params": {
+            alias: tensor.name for tensor in writing.tensors.values() for alias in tensor.aliases
+        }
+        if tp == 0
+        else {},
+        "dp_world_size": target.dp,
+        "mp_world_size": target.tp,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": target.tp},
+    }
+    info = universal_info(writing)
+    if info is not None:
+        entries["universal_checkpoint_info"] = info
+    return {**entries, **keyed(rank.values)}
+
+
+def flat_members(writing: Writing, group: ParameterGroup, tp: int) -> dict[str, Shape]:
+    """Parameters of a group on a tensor-parallel rank in the order of its ZeRO-1/2 buffer."""
+    members = writing.members(group, tp)
+    if not is_round_robin(writing.config):
+        return members
+    return {name: members[name] for name in round_robin_order([*members], writing.target.dp)}
+
+
+def ordered(entries: Mapping[str, Value]) -> OrderedDictValue:
+    """Make an ordered dict, as the engine has it."""
+    made = OrderedDictValue()
+    made.update(entries)
+    return made
+
+
+def _shapes(shapes: Mapping[str, Shape]) -> OrderedDictValue:
+    return ordered({name: SizeValue(shape) for name, shape in shapes.items()})

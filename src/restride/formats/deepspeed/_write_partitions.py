@@ -1,0 +1,207 @@
+"""The optimizer files of ZeRO-1 and ZeRO-2: every parameter group one flat buffer, cut evenly.
+
+The buffer of a group on one tensor-parallel rank is laid out by `restride.layouts.zero_group`, and
+the layout of a state is the tensor's own with that one behind it. The rules, and what each key
+means, are those of deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py`: the padding at the end is cut
+off the master weights and kept on the states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from restride.algebra.compose import chain
+from restride.algebra.layout import Layout
+from restride.algebra.mesh import Mesh
+from restride.checkpoint.values import Constructed, GlobalName
+from restride.errors import UnsupportedError
+from restride.formats.deepspeed._settings import parameter_alignment
+from restride.formats.deepspeed._write_groups import group_states, param_groups, states_of
+from restride.formats.deepspeed._write_model import flat_members, ordered
+from restride.formats.deepspeed._writing import FP32, keyed, optimizer_key
+from restride.layouts.flat import FlatGroup, zero_group
+from restride.storage.torch_output import FileDraft
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from restride.algebra.layout import Shape
+    from restride.checkpoint.training import ParameterGroup
+    from restride.checkpoint.values import Value
+    from restride.formats.deepspeed._writing import Writing
+    from restride.storage.torch_output import OutputArray
+
+__all__ = ["write_partitions"]
+
+_STAGE: Final = GlobalName("deepspeed.runtime.zero.config", "ZeroStageEnum")
+_FRAGMENT: Final = GlobalName("deepspeed.utils.tensor_fragment", "fragment_address")
+
+
+def write_partitions(writing: Writing) -> None:
+    """Add the optimizer file of every rank.
+
+    Raises:
+        CoverageError: A layout of the target is not whole.
+        UnsupportedError: A state is missing, or is not one of a flat partition.
+    """
+    groups = [_FlatGroupWriter(writing, n, g) for n, g in enumerate(writing.training.groups)]
+    for dp in range(writing.target.dp):
+        for tp in range(writing.target.tp):
+            _write_file(writing, groups, dp, tp)
+
+
+def _write_file(writing: Writing, groups: list[_FlatGroupWriter], dp: int, tp: int) -> None:
+    draft = FileDraft(writing.optimizer_name(tp, dp))
+    states: dict[Value, Value] = {}
+    for number, group in enumerate(groups):
+        own = group.states(draft, dp, tp)
+        if own:
+            states[number] = own
+    rank = writing.source_rank(dp, tp, dp_size=writing.target.dp)
+    state: dict[Value, Value] = {
+        **keyed(writing.training.optimizer),
+        "base_optimizer_state": {"state": states, "param_groups": param_groups(writing)},
+        "single_partition_of_fp32_groups": [group.masters(draft, dp, tp) for group in groups],
+        "zero_stage": Constructed(_STAGE, (writing.target.zero,)),
+        "group_paddings": [group.padding(dp, tp) for group in groups],
+        "param_alignment_paddings": [group.alignments(tp) for group in groups],
+        "partition_count": [writing.target.dp for _ in groups],
+        "param_slice_mappings": [group.fragments(dp, tp) for group in groups],
+    }
+    carried = {key: rank.values[key] for key in ("ds_config", "ds_version") if key in rank.values}
+    state.setdefault("ds_version", carried.get("ds_version"))
+    writing.output.add(draft, {"optimizer_state_dict": state, **keyed(carried)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """The flat buffer of a group on one tensor-parallel rank.
+
+    Attributes:
+        places: Number of each parameter in the buffer.
+        numels: Elements of each parameter.
+        flat: Where they stand, over the data-parallel ranks.
+        stop: Element after the last parameter.
+    """
+
+    places: Mapping[str, int]
+    numels: tuple[int, ...]
+    flat: FlatGroup
+    stop: int
+
+
+class _FlatGroupWriter:
+    """Lays out the buffers of one parameter group, and what goes into them."""
+
+    def __init__(self, writing: Writing, number: int, group: ParameterGroup) -> None:
+        self._writing = writing
+        self._number = number
+        self._group = group
+        self._known: dict[tuple[int, ...], FlatGroup] = {}
+        self._names = states_of(writing, number, group)
+        self._itemsize = writing.dtype.itemsize_nbytes
+        if group.names:
+            self._itemsize = writing.weights[group.names[0]].dtype.itemsize_nbytes
+        self._buffers = [
+            self._buffer(flat_members(writing, group, tp), tp) for tp in range(writing.target.tp)
+        ]
+        self._arrays = {name: self._announce(name) for name in group.names}
+        self._scalars = group_states(writing, number, group)
+
+    def states(self, draft: FileDraft, dp: int, tp: int) -> dict[Value, Value]:
+        """State of the wrapped optimizer for the partition of a rank."""
+        made: dict[Value, Value] = {
+            optimizer_key(state): draft.tensor(array, self._writing.target.rank(dp, tp))
+            for state, array in self._scalars.items()
+        }
+        for state in self._names:
+            if state != FP32:
+                made[optimizer_key(state)] = self._partition(draft, state, dp, tp, padded=True)
+        return {**made, **keyed(self._group.numbers)}
+
+    def masters(self, draft: FileDraft, dp: int, tp: int) -> Value:
+        """Partition of the master weights, without the padding at its end."""
+        return self._partition(draft, FP32, dp, tp, padded=False)
+
+    def padding(self, dp: int, tp: int) -> int:
+        """Elements of a partition that lie behind the last parameter."""
+        buffer = self._buffers[tp]
+        width = buffer.flat.partition_numel
+        return width - max(0, min(buffer.stop - dp * width, width))
+
+    def alignments(self, tp: int) -> Value:
+        """Padding after each parameter, in the order of the buffer."""
+        buffer = self._buffers[tp]
+        starts = [member.start for member in buffer.flat.members]
+        ends = [start + numel for start, numel in zip(starts, buffer.numels, strict=True)]
+        return [
+            *(start - end for start, end in zip(starts[1:], ends[:-1], strict=True)),
+            0,
+        ]
+
+    def fragments(self, dp: int, tp: int) -> Value:
+        """What this rank's partition holds of each parameter, in the order of the group."""
+        buffer = self._buffers[tp]
+        found: dict[str, Value] = {}
+        for name in self._group.names:
+            if name not in buffer.places:
+                continue
+            member = buffer.flat.members[buffer.places[name]]
+            start = member.shard_starts[dp]
+            if start is not None:
+                state: dict[Value, Value] = {
+                    "numel": member.layout.shard_numel(dp),
+                    "start": start,
+                }
+                found[name] = Constructed(_FRAGMENT, state=state, is_new=True)
+        return ordered(found)
+
+    def _buffer(self, members: Mapping[str, Shape], tp: int) -> _Buffer:
+        numels = tuple(prod(shape) for shape in members.values())
+        if not numels:
+            raise UnsupportedError(
+                f"parameter group {self._number} has no element on tensor-parallel rank {tp} of "
+                f"{self._writing.target.tp}, and an engine cannot have an empty group",
+                remedy="choose fewer tensor-parallel ranks",
+            )
+        if numels not in self._known:
+            self._known[numels] = zero_group(
+                [(numel,) for numel in numels],
+                mesh={"dp": self._writing.target.dp},
+                parameter_alignment=parameter_alignment(self._writing.config, self._itemsize),
+            )
+        flat = self._known[numels]
+        places = {name: place for place, name in enumerate(members)}
+        return _Buffer(places, numels, flat, flat.members[-1].start + numels[-1])
+
+    def _announce(self, name: str) -> dict[str, OutputArray]:
+        """Announce all states of a parameter, over the ranks ``dp, tp``."""
+        writing = self._writing
+        inner = {tp: self._cut(name, tp) for tp in range(writing.target.tp)}
+        is_same = all(layout == inner[0] for layout in inner.values())
+        layout = chain(
+            writing.layouts[name], inner[0] if is_same else inner, mesh=writing.target.mesh
+        )
+        tensor = writing.tensors[name]
+        return {state: writing.state(tensor, state, layout) for state in self._names}
+
+    def _cut(self, name: str, tp: int) -> Layout:
+        buffer = self._buffers[tp]
+        if name in buffer.places:
+            return buffer.flat.members[buffer.places[name]].layout
+        ranks = Mesh((("dp", self._writing.target.dp),))
+        return Layout(ranks, (0,), ((ranks.size, (0,)),), ())
+
+    def _partition(self, draft: FileDraft, state: str, dp: int, tp: int, *, padded: bool) -> Value:
+        buffer = self._buffers[tp]
+        numel = buffer.flat.partition_numel - (0 if padded else self.padding(dp, tp))
+        first = next(iter(self._arrays.values()))
+        made = draft.buffer(first[state].selected.dtype, numel)
+        for name, place in buffer.places.items():
+            start = buffer.flat.members[place].shard_starts[dp]
+            if start is not None:
+                array = self._arrays[name][state]
+                draft.put(made, array, self._writing.target.rank(dp, tp), start)
+        return made

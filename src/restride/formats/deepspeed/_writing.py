@@ -1,0 +1,165 @@
+"""What all parts of the writer share: the source, the target, and the files collected so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+from restride.checkpoint.selection import Selected
+from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._fields import Field
+from restride.formats.deepspeed._settings import is_bf16
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from restride.algebra.layout import Layout, Shape
+    from restride.checkpoint.catalog import Catalog, Finding, StateEntry, TensorEntry
+    from restride.checkpoint.dtypes import DType
+    from restride.checkpoint.training import ModelRank, ParameterGroup, Training
+    from restride.checkpoint.values import Value
+    from restride.formats.deepspeed.target import DeepSpeedTarget
+    from restride.storage.torch_output import OutputArray, TorchOutput
+
+__all__ = ["FP32", "WEIGHT", "Writing", "keyed", "optimizer_key"]
+
+WEIGHT = "weight"
+FP32 = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """One conversion into DeepSpeed's sharded form.
+
+    Attributes:
+        catalog: The source.
+        training: What goes with its tensors.
+        target: What is written for.
+        layouts: How the tensor-parallel ranks of the target cut each tensor, by name.
+        weights: The weight of each tensor as it is trained: stored, or the master copy to be
+            rounded once.
+        tensors: Tensors of the source by name.
+        output: Files so far.
+        findings: What the user should know; parts add to it.
+    """
+
+    catalog: Catalog
+    training: Training
+    target: DeepSpeedTarget
+    layouts: Mapping[str, Layout]
+    weights: Mapping[str, Selected]
+    tensors: Mapping[str, TensorEntry]
+    output: TorchOutput
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def config(self) -> Field | None:
+        """``ds_config`` of the source, where there is one."""
+        first = self.training.ranks[0]
+        stored = first.values.get("ds_config")
+        return None if stored is None else Field(stored, f"{first.where}: ds_config")
+
+    def source_rank(self, dp: int, tp: int, *, dp_size: int) -> ModelRank:
+        """The rank of the source that speaks for a rank of the target."""
+        number = self.training.number_of_rank(dp=dp, dp_size=dp_size, mp=tp, mp_size=self.target.tp)
+        return self.training.ranks[number]
+
+    def shard_shape(self, name: str, tp: int) -> Shape:
+        """Shape of a tensor on a tensor-parallel rank of the target."""
+        return self.layouts[name].shard_shape(tp)
+
+    def members(self, group: ParameterGroup, tp: int) -> dict[str, Shape]:
+        """Parameters of a group on a tensor-parallel rank, with their shapes there.
+
+        The optimizer does not own what has no element on this rank.
+        """
+        shapes = {name: self.shard_shape(name, tp) for name in group.names}
+        return {name: shape for name, shape in shapes.items() if prod(shape)}
+
+    def is_owned(self, name: str, tp: int) -> bool:
+        """Whether the optimizer of a rank trains a parameter: not a frozen or an empty one."""
+        return not self.tensors[name].is_frozen and prod(self.shard_shape(name, tp)) > 0
+
+    def state(self, tensor: TensorEntry, state: str, layout: Layout) -> OutputArray:
+        """Announce an optimizer state (or master copy) of a tensor, cut by `layout`."""
+        return self.output.array(self.selected(tensor, state), layout)
+
+    def selected(self, tensor: TensorEntry, state: str) -> Selected:
+        """Where a state is read from.
+
+        Raises:
+            UnsupportedError: The source does not have it.
+        """
+        entry = self.entry(tensor, state)
+        source = state if state in tensor.states else WEIGHT
+        return Selected(f"{tensor.name}/{state}", tensor.name, source, entry, entry.dtype)
+
+    def entry(self, tensor: TensorEntry, state: str) -> StateEntry:
+        """A state of the source; weights that are trained in float32 are their own master copies.
+
+        Raises:
+            UnsupportedError: The source does not have it.
+        """
+        entry = tensor.states.get(state)
+        if entry is None and state == FP32:
+            entry = tensor.states.get(WEIGHT)
+            if entry is not None and entry.dtype.name != "float32":
+                raise UnsupportedError(
+                    f"has a weight of {entry.dtype.name} and no master copy in float32",
+                    where=f"tensor {tensor.name!r}",
+                    remedy="convert a checkpoint that has its optimizer, or the weights alone "
+                    "with --to safetensors",
+                )
+        if entry is None:
+            raise UnsupportedError(
+                f"has no state {state!r}, which other parameters of its group have",
+                where=f"tensor {tensor.name!r}",
+                remedy="save the checkpoint after a step in which every parameter had a gradient",
+            )
+        return entry
+
+    def model_name(self, tp: int, dp: int | None = None) -> str:
+        """File of the weights of a rank; of one data-parallel rank under ZeRO-3."""
+        partition = "" if dp is None else f"zero_pp_rank_{dp}_"
+        return f"{self.training.tag}/{partition}mp_rank_{tp:02d}_model_states.pt"
+
+    def optimizer_name(self, tp: int, dp: int) -> str:
+        """File of the optimizer of a rank; its prefix follows the engine's own configuration."""
+        config = self.config
+        is_prefixed = self.dtype.name == "bfloat16" if config is None else is_bf16(config)
+        prefix = "bf16_" if is_prefixed else ""
+        return f"{self.training.tag}/{prefix}zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt"
+
+    @property
+    def dtype(self) -> DType:
+        """Type that the weights are trained in."""
+        return self.training.dtype
+
+    def require_known(self) -> None:
+        """Refuse a training whose groups name what the catalog does not have.
+
+        Raises:
+            CorruptError: A parameter of a group is no tensor of the catalog, or has no layout.
+        """
+        for number, group in enumerate(self.training.groups):
+            for name in group.names:
+                if name not in self.tensors or name not in self.layouts:
+                    raise CorruptError(
+                        f"parameter group {number} has {name!r}, which no file has",
+                        where=self.catalog.root,
+                    )
+
+
+def keyed(entries: Mapping[str, Value]) -> dict[Value, Value]:
+    """A dict as files have it, in which a key may be any value."""
+    return {key: value for key, value in entries.items()}  # noqa: C416 - the type of the keys
+
+
+def optimizer_key(state: str) -> str:
+    """Name of a state as the optimizer has it.
+
+    The reader renames what an optimizer calls as the catalog calls the weights.
+    """
+    own = state.removeprefix("optimizer_")
+    return own if own in {FP32, WEIGHT} else state

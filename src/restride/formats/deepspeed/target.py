@@ -1,0 +1,80 @@
+"""The ranks and the ZeRO stage that a checkpoint is written for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from restride.algebra.mesh import Mesh
+from restride.errors import UnsupportedError
+
+__all__ = ["DeepSpeedTarget"]
+
+_STAGES: Final = (1, 2, 3)
+# Each rank has a file or two of its own; no run has so many.
+_MOST_RANKS: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedTarget:
+    """How the engine that resumes will be run.
+
+    Attributes:
+        tp: Tensor-parallel ranks.
+        dp: Data-parallel ranks: ranks in all, divided by `tp`.
+        zero: ZeRO stage.
+        ep: Expert-parallel ranks of AutoEP, a part of the data-parallel ones; 1 without it.
+
+    Raises:
+        UnsupportedError: A number is out of range, or the expert-parallel ranks do not fit into the
+            others.
+
+    Examples:
+        >>> DeepSpeedTarget(tp=2, dp=3, zero=1).mesh.size
+        6
+    """
+
+    tp: int
+    dp: int
+    zero: int
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in (("tp", self.tp), ("dp", self.dp), ("ep", self.ep)):
+            if not 1 <= size <= _MOST_RANKS:
+                raise UnsupportedError(
+                    f"a run has no {axis} of {size}", remedy=f"choose 1 to {_MOST_RANKS}"
+                )
+        if self.tp * self.dp > _MOST_RANKS:
+            raise UnsupportedError(
+                f"a run has no {self.tp} * {self.dp} ranks", remedy=f"choose at most {_MOST_RANKS}"
+            )
+        if self.zero not in _STAGES:
+            raise UnsupportedError(
+                f"ZeRO-{self.zero} cannot be written", remedy="choose --zero 1, 2 or 3"
+            )
+        if self.dp % self.ep:
+            raise UnsupportedError(
+                f"{self.ep} expert-parallel ranks do not divide {self.dp} data-parallel ranks",
+                remedy="choose --dp as a multiple of --ep",
+            )
+        if self.ep > 1 and self.tp > 1:
+            raise UnsupportedError(
+                f"expert parallelism of {self.ep} folded into tensor parallelism of {self.tp} "
+                "cannot be written",
+                remedy="choose --tp 1 or --ep 1",
+            )
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks ``dp, tp``; tensor parallelism is the fastest."""
+        return Mesh((("dp", self.dp), ("tp", self.tp)))
+
+    @property
+    def tp_mesh(self) -> Mesh:
+        """The tensor-parallel ranks alone, over which the parameters are cut."""
+        return Mesh((("tp", self.tp),))
+
+    def rank(self, dp: int, tp: int) -> int:
+        """Rank on `mesh`."""
+        return dp * self.tp + tp

@@ -1,0 +1,205 @@
+"""Read the training that a DeepSpeed checkpoint stopped in: all that a writer needs but tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from restride.checkpoint.dtypes import DTYPES
+from restride.checkpoint.training import ModelRank, ParameterGroup, Training
+from restride.checkpoint.values import OrderedDictValue, StoredTensor
+from restride.errors import UnsupportedError
+from restride.formats.deepspeed import _model, _optimizer
+from restride.formats.deepspeed._run import open_run
+from restride.formats.deepspeed._settings import group_order, is_round_robin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from restride.checkpoint.catalog import Catalog
+    from restride.checkpoint.dtypes import DType
+    from restride.checkpoint.values import Value
+    from restride.formats.deepspeed._fields import Field
+    from restride.formats.deepspeed._model import ModelFile
+    from restride.formats.deepspeed._optimizer import Group, ZeroFile
+    from restride.formats.deepspeed._run import Run
+
+__all__ = ["merged_order", "read_model_training", "read_training"]
+
+_INFO: Final = "universal_checkpoint_info"
+_EXPERT_LAYERS: Final = ("ds_autoep_layers", "autoep_layers")
+# Geometry that a conversion makes anew.
+_GEOMETRY: Final = frozenset(
+    {
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "num_experts",
+        _INFO,
+        *_EXPERT_LAYERS,
+    }
+)
+# What of `universal_checkpoint_info` follows from the layouts.
+_DESCRIBED_BY_LAYOUTS: Final = frozenset(
+    {
+        "affine_map",
+        "affine_maps",
+        "parameter_with_sub_params",
+        "parameter_with_2_sub_params_cat_dim_0",
+        "sub_param_shard_widths",
+        "ds_autoep_layers",
+    }
+)
+_PATTERNS: Final = "_patterns"
+
+
+def read_training(catalog: Catalog) -> Training:
+    """Read again, from the files of a catalog, what goes with its tensors.
+
+    Args:
+        catalog: What `read_catalog` gave for a checkpoint of ZeRO-1, ZeRO-2 or ZeRO-3.
+
+    Raises:
+        UnsupportedError: It has no optimizer files, or no parameter groups in them.
+        FormatError, CorruptError, ExecutionError: As for `read_catalog`.
+
+    Cost:
+        The metadata of every file is read once more, no tensor is.
+    """
+    run = open_run(Path(catalog.root))
+    zero = next(iter(run.zeros.values()), None)
+    if zero is None or run.models[0].param_shapes is None:
+        raise UnsupportedError(
+            "has no optimizer files, and a training does not go on without",
+            where=str(run.folder.path),
+            remedy="convert the weights with --to safetensors",
+        )
+    return replace(
+        read_model_training(run, catalog),
+        groups=tuple(_groups(run, zero)),
+        optimizer={
+            key: entry.value
+            for key, entry in zero.state.items()
+            if key not in _optimizer.CONSUMED_KEYS and key != "zero_stage"
+        },
+    )
+
+
+def read_model_training(run: Run, catalog: Catalog) -> Training:
+    """Read what the model files alone say of a training: all but its optimizer.
+
+    Args:
+        run: The files.
+        catalog: What was read of them.
+    """
+    first = run.models[0]
+    return Training(
+        tag=run.folder.below.removesuffix("/") or run.root.resolve().name,
+        dtype=_dtype(catalog, first),
+        order=tuple(name for name, _ in first.root.at("module").items()),
+        groups=(),
+        optimizer={},
+        ranks=tuple(_rank(model) for model in run.all_models),
+        data_size=len(run.all_models) // run.tp_size,
+        described=dict(_described(first.root.get(_INFO))),
+        experts=tuple(_experts(first.root)),
+    )
+
+
+def _dtype(catalog: Catalog, model: ModelFile) -> DType:
+    trained = (tensor.trained_dtype for tensor in catalog.tensors if not tensor.is_frozen)
+    found = _model.configured_dtype(model.root) or next(filter(None, trained), None)
+    return found or DTYPES["float32"]
+
+
+def _groups(run: Run, zero: ZeroFile) -> Iterator[ParameterGroup]:
+    if not zero.param_groups:
+        raise UnsupportedError(
+            "has no parameter groups: elastic_checkpoint leaves the hyperparameters out, and a "
+            "training does not go on without",
+            where=zero.state.where,
+            remedy="save the checkpoint without elastic_checkpoint",
+        )
+    names = [_names(run, zero, model) for model in run.models]
+    parts: list[list[Group]] = [[] for _ in zero.param_groups]
+    for parent, flat in zip(zero.parents, zero.groups, strict=True):
+        parts[parent].append(flat)
+    for number, settings in enumerate(zero.param_groups):
+        yield ParameterGroup(
+            names=merged_order([ranks[number] for ranks in names]),
+            settings={key: entry for key, entry in _entries(settings) if key != "params"},
+            numbers=_numbers(parts[number]),
+        )
+
+
+def _names(run: Run, zero: ZeroFile, model: ModelFile) -> list[list[str]]:
+    """Members of each group on one tensor-parallel rank, in the order of the optimizer."""
+    config = zero.root.get("ds_config")
+    members: list[list[str]] = [[] for _ in zero.param_groups]
+    for parent, flat, shapes in zip(
+        zero.parents, zero.groups, model.param_shapes or (), strict=True
+    ):
+        names = list(shapes)
+        if not zero.is_partitioned and is_round_robin(config):
+            names = group_order(names, flat.partition_count or run.dp_size)
+        members[parent] += names
+    return members
+
+
+def merged_order(by_rank: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Every member that some rank has: a rank does not list what it holds no element of."""
+    merged = list(by_rank[0])
+    for names in by_rank[1:]:
+        if set(names) <= set(merged):
+            continue
+        at = 0
+        for name in names:
+            if name in merged:
+                at = merged.index(name) + 1
+            else:
+                merged.insert(at, name)
+                at += 1
+    return tuple(merged)
+
+
+def _numbers(parts: Sequence[Group]) -> dict[str, Value]:
+    """States that are no arrays; sub-groups of one group share them."""
+    return {key: entry.value for part in parts for key, entry in part.others.items()}
+
+
+def _rank(model: ModelFile) -> ModelRank:
+    root = model.root
+    module = root.at("module").value
+    return ModelRank(
+        where=model.name,
+        values={
+            key: value
+            for key, value in _entries(root)
+            if key not in _model.CONSUMED_KEYS and key not in _GEOMETRY
+        },
+        module={
+            key: value
+            for key, value in _entries(root.at("module"))
+            if not isinstance(value, StoredTensor)
+        },
+        module_state=module.state if isinstance(module, OrderedDictValue) else None,
+    )
+
+
+def _described(info: Field | None) -> Iterator[tuple[str, Value]]:
+    for key, value in _entries(info) if info else ():
+        if key not in _DESCRIBED_BY_LAYOUTS and not key.endswith(_PATTERNS):
+            yield key, value
+
+
+def _experts(root: Field) -> Iterator[Mapping[str, Value]]:
+    stored = next((layers for key in _EXPERT_LAYERS if (layers := root.get(key))), None)
+    for layer in stored.elements() if stored else ():
+        yield dict(_entries(layer))
+
+
+def _entries(mapping: Field) -> Iterator[tuple[str, Value]]:
+    """Entries of a mapping; one whose value is None is an entry too."""
+    for key, entry in mapping.items():
+        yield key, entry.value

@@ -1,0 +1,92 @@
+"""Describe a checkpoint in DeepSpeed's own sharded form before it is written.
+
+    latest                                                     the tag, as text
+    TAG/mp_rank_TT_model_states.pt                             weights of a tensor-parallel rank
+    TAG/[bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt       optimizer of a (dp, tp) rank
+
+An engine with so many ranks and this ZeRO stage resumes from it with plain ``load_checkpoint``: no
+universal folder in between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from restride.checkpoint.selection import select_weights
+from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._write_findings import findings_of
+from restride.formats.deepspeed._write_model import write_models
+from restride.formats.deepspeed._write_partitions import write_partitions
+from restride.formats.deepspeed._writing import Writing
+from restride.storage.torch_output import TorchOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from restride.algebra.layout import Layout
+    from restride.checkpoint.catalog import Catalog
+    from restride.checkpoint.selection import Export
+    from restride.checkpoint.training import Training
+    from restride.formats.deepspeed.target import DeepSpeedTarget
+
+__all__ = ["lay_out"]
+
+_PARTITIONED_WEIGHTS = 3
+
+
+def lay_out(
+    catalog: Catalog, training: Training, target: DeepSpeedTarget, layouts: Mapping[str, Layout]
+) -> Export:
+    """Describe the files that an engine of the target resumes from.
+
+    Args:
+        catalog: What the checkpoint holds.
+        training: What goes with the tensors.
+        target: Ranks and ZeRO stage of the engine.
+        layouts: For every tensor, how the tensor-parallel ranks of the target cut it: over
+            `target.tp_mesh`.
+
+    Returns:
+        Files in the order of the ranks, with what the engine's configuration must change to.
+
+    Raises:
+        CorruptError: The checkpoint is not whole.
+        CoverageError: A layout of the target has a hole or an overlap.
+        UnsupportedError: A state is missing or has no place in this form.
+        ExecutionError: The step of a parameter cannot be read.
+
+    Cost:
+        O(parameters * ranks). No tensor is read, but for the steps of the optimizer.
+    """
+    for finding in catalog.findings:
+        if finding.severity == "error":
+            raise CorruptError(
+                f"the checkpoint is not whole: {finding.message}",
+                where=catalog.root,
+                remedy="`restride check` lists everything that is missing",
+            )
+    writing = Writing(
+        catalog,
+        training,
+        target,
+        layouts,
+        weights={selected.tensor: selected for selected in select_weights(catalog)},
+        tensors={tensor.name: tensor for tensor in catalog.tensors},
+        output=TorchOutput(catalog),
+    )
+    writing.require_known()
+    if target.ep > 1 or training.experts:
+        raise UnsupportedError(
+            "checkpoints with expert parallelism cannot be written in sharded form",
+            where=catalog.root,
+            remedy="convert with --to universal",
+        )
+    if target.zero == _PARTITIONED_WEIGHTS:
+        raise UnsupportedError(
+            "ZeRO-3 cannot be written", where=catalog.root, remedy="choose --zero 1 or 2"
+        )
+    write_models(writing)
+    write_partitions(writing)
+    writing.output.add_file("latest", training.tag.encode())
+    writing.findings.extend(findings_of(writing))
+    return writing.output.finish(tuple(writing.findings))

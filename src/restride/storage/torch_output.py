@@ -1,0 +1,178 @@
+"""Files of ``torch.save`` that are about to be written, and what their tensors are read from.
+
+A writer of a format says what an array is (`TorchOutput.array`: a state of a tensor, and how the
+output cuts it), makes a draft of each file, and puts the shards of arrays into it: as tensors of
+their own, or into flat buffers that several arrays share. Where a shard then stands is known when
+the file is laid out. Tensors of source files in a value are carried over with their bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from restride.algebra.coverage import require_covered
+from restride.algebra.mesh import Mesh
+from restride.checkpoint.catalog import Region, StateEntry
+from restride.checkpoint.dtypes import DTYPES
+from restride.checkpoint.output import Output, OutputFile, OutputTensor
+from restride.checkpoint.selection import COPIED, Export, Selected
+from restride.errors import PlanError, RestrideError
+from restride.layouts.replicated import replicated
+from restride.storage.torch_file import lay_out_torch_file, new_tensor
+
+if TYPE_CHECKING:
+    from restride.algebra.layout import Layout
+    from restride.checkpoint.catalog import Catalog, Finding
+    from restride.checkpoint.dtypes import DType
+    from restride.checkpoint.values import Storage, StoredTensor, Value
+
+__all__ = ["FileDraft", "OutputArray", "TorchOutput"]
+
+_ONE_RANK: Final = Mesh(())
+_BYTE: Final = DTYPES["uint8"]
+
+
+@dataclass(slots=True, eq=False)
+class OutputArray:
+    """One state of one tensor in the output.
+
+    Attributes:
+        selected: What it is, and where it is read from.
+        layout: How the output cuts it.
+        regions: Where the shard of each rank stands; filled in as files are added.
+    """
+
+    selected: Selected
+    layout: Layout
+    regions: list[Region | None]
+
+
+@dataclass(slots=True)
+class FileDraft:
+    """A file whose tensors are being collected.
+
+    Attributes:
+        name: Name below the root of the output.
+        placed: (key of the storage, array, rank, byte of the storage) of each shard in it.
+    """
+
+    name: str
+    placed: list[tuple[str, OutputArray, int, int]] = field(default_factory=list)
+    _count: int = 0
+
+    def tensor(self, array: OutputArray, rank: int) -> StoredTensor:
+        """Make a tensor of the shard of one rank, in a storage of its own."""
+        made = self.buffer(array.selected.dtype, *array.layout.shard_shape(rank))
+        self.put(made, array, rank)
+        return made
+
+    def buffer(self, dtype: DType, *shape: int) -> StoredTensor:
+        """Make a tensor that is zero wherever nothing is put into it."""
+        self._count += 1
+        return new_tensor(str(self._count), dtype, shape)
+
+    def put(self, buffer: StoredTensor, array: OutputArray, rank: int, start: int = 0) -> None:
+        """Put the shard of one rank into a buffer, from one of its elements on."""
+        start_nbytes = start * buffer.storage.dtype.itemsize_nbytes
+        self.placed.append((buffer.storage.key, array, rank, start_nbytes))
+
+
+class TorchOutput:
+    """Collects the files of an output.
+
+    Args:
+        catalog: The source.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        root = Path(catalog.root)
+        self._numbers = {str(root / file.name): n for n, file in enumerate(catalog.files)}
+        self._files: list[OutputFile] = []
+        self._arrays: list[OutputArray] = []
+        self._copies: list[tuple[OutputTensor, Selected]] = []
+        self._proved: set[Layout] = set()
+
+    def array(self, selected: Selected, layout: Layout) -> OutputArray:
+        """Announce an array.
+
+        Args:
+            selected: What it is, its key in the output and the dtype to write.
+            layout: How the output cuts it.
+
+        Raises:
+            CoverageError: The layout has a hole, or a shard has an address that nothing fills.
+        """
+        if layout not in self._proved:
+            try:
+                require_covered(layout)
+            except RestrideError as error:
+                raise error.located(f"tensor {selected.tensor!r} in the output") from None
+            self._proved.add(layout)
+        array = OutputArray(selected, layout, [None] * layout.rank_count)
+        self._arrays.append(array)
+        return array
+
+    def add(self, draft: FileDraft, value: Value) -> None:
+        """Add a file that holds `value`, whose new tensors were made by `draft`.
+
+        Raises:
+            PlanError: A tensor of the draft is not in the value, or a tensor of the value is in no
+                file of the source.
+            UnsupportedError: The value has a part that no file can have.
+        """
+        layout = lay_out_torch_file(draft.name, value)
+        number = len(self._files)
+        starts: dict[str, int] = {}
+        for storage, start in layout.storages:
+            if not storage.file:
+                starts[storage.key] = start
+            elif storage.nbytes:
+                self._copy(f"{draft.name}/{storage.key}", storage, Region(number, start))
+        for key, array, rank, start in draft.placed:
+            if key not in starts:
+                raise PlanError(
+                    f"tensor {array.selected.tensor!r} was made and is not in the value",
+                    where=draft.name,
+                )
+            if array.layout.shard_numel(rank):
+                array.regions[rank] = Region(number, starts[key] + start)
+        self._files.append(layout.file)
+
+    def add_file(self, name: str, content: bytes) -> None:
+        """Add a file of known bytes."""
+        self._files.append(OutputFile(name, len(content), ((0, content),)))
+
+    def finish(self, findings: tuple[Finding, ...] = ()) -> Export:
+        """Return all of it.
+
+        Raises:
+            PlanError: A shard of an array is in no file, or two are in one place.
+        """
+        arrays = [array for array in self._arrays if array.layout.full_numel]
+        tensors = [
+            OutputTensor(
+                array.selected.key, array.selected.dtype, array.layout, tuple(array.regions)
+            )
+            for array in arrays
+        ]
+        sources = [array.selected for array in arrays]
+        return Export(
+            Output(tuple(self._files), (*tensors, *(tensor for tensor, _ in self._copies))),
+            (*sources, *(selected for _, selected in self._copies)),
+            findings,
+        )
+
+    def _copy(self, key: str, storage: Storage, target: Region) -> None:
+        number = self._numbers.get(storage.file)
+        if number is None:
+            raise PlanError(f"{storage.file} is no file of the checkpoint")
+        layout = replicated((storage.nbytes,), mesh=_ONE_RANK)
+        entry = StateEntry(_BYTE, layout, (Region(number, storage.start_nbytes),))
+        self._copies.append(
+            (
+                OutputTensor(key, _BYTE, layout, (target,)),
+                Selected(key, key, COPIED, entry, _BYTE),
+            )
+        )
