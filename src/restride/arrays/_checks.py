@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from restride.arrays._frameworks import Array, Framework
 
 __all__ = [
+    "admit_out",
     "admit_shards",
     "admit_tensor",
     "block_of",
@@ -85,6 +86,48 @@ def admit_shards(
                 remedy="bring all shards to one dtype and device first",
             )
     return checked[first][0], {rank: array for rank, (_, array) in checked.items()}
+
+
+def admit_out(
+    framework: Framework,
+    out: Array | None,
+    shape: tuple[int, ...],
+    sources: Iterable[Array],
+    what: str,
+) -> Array:
+    """Return where to write: `out`, if it is fit for that, else new memory.
+
+    Args:
+        framework: That of the sources.
+        out: What the caller gave.
+        shape: Shape that is written.
+        sources: What is read; at least one array, all of one type and place.
+        what: What `out` is, for errors.
+
+    Raises:
+        ShapeMismatchError: `out` has another shape.
+        UnsupportedError: It is of another type or place, is not contiguous, cannot be written, or
+            shares memory with what is read.
+    """
+    read = list(sources)
+    if out is None:
+        return framework.empty(read[0], shape)
+    given, admitted = admit_tensor(out, shape, what, None)
+    kind, expected = _kind(given, admitted), _kind(framework, read[0])
+    if kind != expected:
+        raise UnsupportedError(f"is {kind}, what is read is {expected}", where=what)
+    if not framework.is_writable(out):
+        raise UnsupportedError(
+            "is not a contiguous array that can be written",
+            where=what,
+            remedy="hand in an array of its own, or leave it out",
+        )
+    if any(framework.overlap(out, source) for source in read):
+        raise UnsupportedError(
+            "shares memory with what is read, which would be overwritten before it is read",
+            where=what,
+        )
+    return admitted
 
 
 def _kind(framework: Framework, array: Array) -> str:

@@ -61,6 +61,12 @@ class Framework(Protocol):
     def empty(self, like: Array, shape: Sequence[int], /) -> Array:
         """Contiguous memory of the same type and place."""
 
+    def is_writable(self, array: Array, /) -> bool:
+        """Whether it is contiguous memory that may be written in place."""
+
+    def overlap(self, a: Array, b: Array, /) -> bool:
+        """Whether two arrays of one place may have memory in common."""
+
     def fill_zero(self, view: Array, /) -> None:
         """Write zeros."""
 

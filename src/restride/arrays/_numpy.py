@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd, prod
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from restride.arrays._words import WORDS, word_nbytes
 from restride.arrays.casts import NamedDType, to_comparable
 from restride.errors import LayoutError, UnsupportedError
 
@@ -29,7 +29,6 @@ _COMPUTED_IN: Final = {
     "complex64": "complex64",
     "complex128": "complex128",
 }
-_WIDEST_WORD_NBYTES: Final = 8
 # A transposition in strips so narrow that a cache line is read once runs five to ten times faster.
 _STRIP_EXTENT: Final = 16
 _SMALLEST_STRIP_NUMEL: Final = 4096
@@ -86,15 +85,28 @@ class NumpyFramework:
         """Uninitialised memory."""
         return np.empty(tuple(shape), like.dtype)
 
+    def is_writable(self, array: NDArray[Any]) -> bool:
+        """Row-major, in native memory, and not read-only."""
+        return bool(array.flags.c_contiguous and array.flags.writeable)
+
+    def overlap(self, a: NDArray[Any], b: NDArray[Any]) -> bool:
+        """By the bounds of their memory."""
+        return np.may_share_memory(a, b)
+
     def fill_zero(self, view: NDArray[Any]) -> None:
         """Write zeros."""
         view[...] = np.zeros((), view.dtype)
 
     def copy(self, target: NDArray[Any], source: NDArray[Any]) -> None:
         """Copy in words as wide as both sides allow: NumPy is slow on very short runs."""
-        width = _shared_word_nbytes(target, source)
+        width = word_nbytes(
+            target.itemsize,
+            target.shape,
+            (target.strides, source.strides),
+            (target.ctypes.data, source.ctypes.data),
+        )
         if width > target.itemsize:
-            target, source = target.view(f"u{width}"), source.view(f"u{width}")
+            target, source = target.view(WORDS[width]), source.view(WORDS[width])
         tile = _tile_extent(target, source)
         for start in range(0, target.shape[-1], tile):
             stop = start + tile
@@ -172,29 +184,6 @@ def _reach(extents: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
 def _bits(view: NDArray[Any]) -> NDArray[Any]:
     width = view.itemsize
     return view.view(f"u{width}" if width in {1, 2, 4, 8} else f"V{width}")
-
-
-def _shared_word_nbytes(target: NDArray[Any], source: NDArray[Any]) -> int:
-    """Widest unsigned integer in which the innermost runs of both views can be copied."""
-    itemsize = target.itemsize
-    if (
-        not target.ndim
-        or itemsize not in {1, 2, 4}
-        or target.strides[-1] != itemsize
-        or source.strides[-1] != itemsize
-    ):
-        return itemsize
-    # Enough on its own where the runs are long: then it is a memcpy, whatever the words.
-    if target.shape[-1] * itemsize > 16 * _WIDEST_WORD_NBYTES or prod(target.shape) == 0:
-        return itemsize
-    return gcd(
-        _WIDEST_WORD_NBYTES,
-        target.shape[-1] * itemsize,
-        target.ctypes.data,
-        source.ctypes.data,
-        *target.strides[:-1],
-        *source.strides[:-1],
-    )
 
 
 def _tile_extent(target: NDArray[Any], source: NDArray[Any]) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from restride.arrays._numpy import require_inside
+from restride.arrays._words import WORDS, word_nbytes
 from restride.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -74,12 +76,33 @@ class TorchFramework:
         """Uninitialised memory on the same device."""
         return like.new_empty(tuple(shape))
 
+    def is_writable(self, tensor: Any) -> bool:
+        """Row-major, and no view that negates or conjugates what is in memory."""
+        return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
+
+    def overlap(self, a: Any, b: Any) -> bool:
+        """By the addresses of their first and last elements."""
+        (first, last), (start, stop) = _reach(a), _reach(b)
+        return first < stop and start < last
+
     def fill_zero(self, view: Any) -> None:
         """Write zeros."""
         view.zero_()
 
     def copy(self, target: Any, source: Any) -> None:
-        """Copy elements."""
+        """Copy in words as wide as both sides allow: PyTorch too is slow on very short runs."""
+        itemsize = target.itemsize
+        width = word_nbytes(
+            itemsize,
+            target.shape,
+            (_strides_nbytes(target), _strides_nbytes(source)),
+            (target.data_ptr(), source.data_ptr()),
+        )
+        # A view of another width starts at a whole number of its elements in the storage.
+        width = gcd(width, *(side.storage_offset() * itemsize for side in (target, source)))
+        if width > itemsize:
+            word = getattr(self.torch, WORDS[width])
+            target, source = target.view(word), source.view(word)
         target.copy_(source)
 
     def scaled(self, view: Any, scale: Fraction) -> Any:
@@ -136,3 +159,18 @@ class TorchFramework:
         return view.view(
             {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[view.itemsize]
         )
+
+
+def _strides_nbytes(tensor: Any) -> tuple[int, ...]:
+    itemsize = tensor.itemsize
+    return tuple(stride * itemsize for stride in tensor.stride())
+
+
+def _reach(tensor: Any) -> tuple[int, int]:
+    """Address of the first byte, and of the byte behind the last."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    steps = sum((size - 1) * stride for size, stride in sizes)
+    return start, start + (steps + 1) * tensor.itemsize

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from restride.algebra.coverage import require_covered
 from restride.arrays._blocks import views
 from restride.arrays._checks import (
+    admit_out,
     admit_tensor,
     block_of,
     copy_scaled,
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["extract"]
 
 
-def extract(layout: Layout, full: Array, rank: int, *, state: str = "weight") -> Array:
+def extract(
+    layout: Layout, full: Array, rank: int, *, state: str = "weight", out: Array | None = None
+) -> Array:
     """Cut the shard of `rank` out of a full tensor.
 
     Args:
@@ -30,18 +33,22 @@ def extract(layout: Layout, full: Array, rank: int, *, state: str = "weight") ->
             into larger storage included. It is not copied as a whole.
         rank: Whose shard.
         state: What the tensor holds of its parameter. Only a layout with scales asks.
+        out: Where to write: a contiguous array of the shard's shape and the tensor's kind, dtype
+            and device, without memory in common with it. New memory costs ten times as much as
+            memory that is used again.
 
     Returns:
-        A new contiguous array of the same kind, dtype and device, without gradient. Elements are
-        copied bit for bit, those of a scaled piece multiplied by the numerator and divided by the
-        denominator as the layer does it; padding is zero.
+        `out`, or a new contiguous array of the same kind, dtype and device, without gradient.
+        Elements are copied bit for bit, those of a scaled piece multiplied by the numerator and
+        divided by the denominator as the layer does it; padding is zero.
 
     Raises:
         LayoutError: The rank is not on the mesh.
         ShapeMismatchError: The tensor has another shape than the layout.
         CoverageError: The layout does not say for every shard address what stands there, or says
             it twice.
-        UnsupportedError: The layout scales, and the elements are integers or an optimizer state.
+        UnsupportedError: The layout scales, and the elements are integers or an optimizer state;
+            or `out` is not what it must be.
 
     Cost:
         One pass over the shard, at the speed of a memory copy where runs are long.
@@ -61,9 +68,9 @@ def extract(layout: Layout, full: Array, rank: int, *, state: str = "weight") ->
     shape = layout.shard_shape(rank)
     require_unscaled_state((piece.scale for piece in layout.all_pieces), state)
     require_covered(layout, side="shard")
-    shard = framework.empty(source, shape)
+    shard = admit_out(framework, out, shape, [source], "out")
     fill_padding(framework, layout, rank, shard)
     for piece in layout.pieces(rank):
         for pair in views(framework, source, shard, block_of(piece)):
             copy_scaled(framework, pair, piece.scale)
-    return shard
+    return shard if out is None else out

@@ -12,24 +12,30 @@ from restride.algebra.canonical import piece_of_walk
 from restride.algebra.coverage import require_covered
 from restride.arrays._blocks import Block, Side, views
 from restride.arrays._checks import (
+    admit_out,
     admit_shards,
     copy_scaled,
     fill_padding,
     require_unscaled_state,
 )
-from restride.errors import CoverageError, PlanError
+from restride.errors import CoverageError, LayoutError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from restride.algebra.layout import Layout
     from restride.algebra.transfer import Transfer, Transfers
-    from restride.arrays._frameworks import Array
+    from restride.arrays._frameworks import Array, Framework
 
 __all__ = ["move"]
 
 
 def move(
-    transfers: Transfers, shards: Mapping[int, Array], *, state: str = "weight"
+    transfers: Transfers,
+    shards: Mapping[int, Array],
+    *,
+    state: str = "weight",
+    out: Mapping[int, Array] | None = None,
 ) -> dict[int, Array]:
     """Carry out the transfers between all ranks in this process.
 
@@ -38,15 +44,21 @@ def move(
         shards: Shard of each source rank, all NumPy arrays or all PyTorch tensors. A rank that no
             transfer reads may be missing.
         state: What the tensor holds of its parameter. Only transfers with scales ask.
+        out: Where to write the shards of some or all target ranks: contiguous arrays of their
+            shapes and the shards' kind, dtype and device, without memory in common with them or
+            each other.
 
     Returns:
-        The shard of each target rank, new and contiguous, of the shards' kind, dtype and device.
-        Elements are copied bit for bit, but for scales as in `extract`; padding is zero.
+        The shard of each target rank: that of `out`, or new and contiguous, of the shards' kind,
+        dtype and device. Elements are copied bit for bit, but for scales as in `extract`; padding
+        is zero.
 
     Raises:
-        LayoutError: No shards are given, or one for a rank that is not on the source's mesh.
+        LayoutError: No shards are given, or one for a rank that is not on the source's mesh, or
+            an `out` for a rank that is not on the target's.
         ShapeMismatchError: A shard has another shape than the source layout says.
-        UnsupportedError: Shards differ in dtype or device, or cannot be scaled.
+        UnsupportedError: Shards differ in dtype or device, or cannot be scaled, or an array of
+            `out` is not what it must be.
         CoverageError: The transfers do not write every target address exactly once.
         PlanError: The shard of a rank that is read was not given.
 
@@ -67,10 +79,8 @@ def move(
     framework, admitted = admit_shards(transfers.source, shards, "source shard")
     require_unscaled_state((transfer.scale for transfer in transfers.descriptors), state)
     _require_each_once(transfers)
-    sample = next(iter(admitted.values()))
-    moved: dict[int, Array] = {}
-    for rank in range(transfers.target.rank_count):
-        shard = framework.empty(sample, transfers.target.shard_shape(rank))
+    moved = _targets(framework, transfers.target, admitted, out or {})
+    for rank, shard in moved.items():
         fill_padding(framework, transfers.target, rank, shard)
         for transfer in transfers.at_target(rank):
             for source_rank, block in _by_source(transfer):
@@ -81,8 +91,30 @@ def move(
                     )
                 for pair in views(framework, admitted[source_rank], shard, block):
                     copy_scaled(framework, pair, transfer.scale)
-        moved[rank] = shard
-    return moved
+    return {rank: (out or {}).get(rank, shard) for rank, shard in moved.items()}
+
+
+def _targets(
+    framework: Framework,
+    target: Layout,
+    admitted: Mapping[int, Array],
+    out: Mapping[int, Array],
+) -> dict[int, Array]:
+    """Memory for the shard of each target rank."""
+    strangers = [rank for rank in out if not 0 <= rank < target.rank_count]
+    if strangers:
+        raise LayoutError(
+            f"out has an array for rank {strangers[0]}, the target has {target.rank_count} ranks"
+        )
+    read = list(admitted.values())
+    targets: dict[int, Array] = {}
+    for rank in range(target.rank_count):
+        given = out.get(rank)
+        where = f"out of rank {rank}"
+        targets[rank] = admit_out(framework, given, target.shard_shape(rank), read, where)
+        if given is not None:
+            read.append(given)
+    return targets
 
 
 def _require_each_once(transfers: Transfers) -> None:
