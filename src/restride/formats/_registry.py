@@ -8,15 +8,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from restride.errors import ExecutionError, FormatError
+from restride.errors import ExecutionError, FormatError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from os import PathLike
 
     from restride.checkpoint.catalog import Catalog
+    from restride.checkpoint.training import Training
 
-__all__ = ["Format", "detect_format", "open_catalog"]
+__all__ = ["Format", "detect_format", "open_catalog", "open_training"]
 
 Format: TypeAlias = Literal["deepspeed", "safetensors", "universal"]
 
@@ -43,6 +44,30 @@ def open_catalog(path: str | PathLike[str]) -> Catalog:
     module = import_module(f"restride.formats.{detect_format(path)}")
     catalog: Catalog = module.read_catalog(path)
     return catalog
+
+
+def open_training(catalog: Catalog) -> Training:
+    """Read what goes with the tensors of a checkpoint, for a writer whose files are resumed from.
+
+    Args:
+        catalog: What `open_catalog` gave.
+
+    Raises:
+        UnsupportedError: The format has no such thing, or this checkpoint lacks it.
+        FormatError, CorruptError, ExecutionError: As for `open_catalog`.
+    """
+    family, _, variant = catalog.format.partition(" ")
+    if family != "deepspeed":
+        raise UnsupportedError(
+            f"{catalog.format} has no training that could go on: no parameter groups, loss scaler "
+            "and scheduler",
+            where=catalog.root,
+            remedy="convert the DeepSpeed checkpoint itself",
+        )
+    name = "universal" if variant.startswith("universal") else "deepspeed"
+    module = import_module(f"restride.formats.{name}.training")
+    training: Training = module.read_training(catalog)
+    return training
 
 
 def detect_format(path: str | PathLike[str]) -> Format:

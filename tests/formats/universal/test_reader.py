@@ -74,28 +74,35 @@ def test_every_state_is_that_of_the_source(tmp_path_factory, dp, tp, seed):
         parameters[f"layer.{number}"] = parameter(10_000 * number, shape, (dim, widths))
     folder = tmp_path_factory.mktemp("run")
 
-    read = gather_all(read_catalog(universal(folder, parameters, dp, tp)))
+    read = read_catalog(universal(folder, parameters, dp, tp))
 
-    source = gather_all(api.open(folder / "in"))
-    expected = {key: array for key, array in source.items() if not key.endswith("/weight")}
-    assert read.keys() == expected.keys()
+    source = api.open(folder / "in")
+    expected, found = gather_all(source), gather_all(read)
+    assert found.keys() == expected.keys()
     for key, array in expected.items():
-        assert np.array_equal(read[key], array), key
+        assert np.array_equal(found[key], array), key
+    assert [tensor.layout for tensor in read.tensors] == [t.layout for t in source.tensors]
 
 
-def test_tensors_are_whole_and_in_the_order_of_the_model(made):
+def test_states_are_whole_and_in_the_order_of_the_model(made):
     catalog = api.open(made)
 
     assert catalog.format == "deepspeed universal"
-    assert catalog.mesh == Mesh(())
+    assert catalog.mesh == Mesh((("tp", 2),))
     assert [tensor.name for tensor in catalog.tensors] == list(PARAMETERS)
     assert [list(tensor.states) for tensor in catalog.tensors] == [
-        ["fp32", "exp_avg", "exp_avg_sq", "step"]
+        ["weight", "fp32", "exp_avg", "exp_avg_sq", "step"]
     ] * 3
     assert {tensor.name: tensor.layout.full_shape for tensor in catalog.tensors} == {
         name: parameter.shape for name, parameter in PARAMETERS.items()
     }
-    assert [finding.kind for finding in catalog.findings] == ["not-carried"]
+    assert all(
+        entry.layout.mesh == Mesh(())
+        for tensor in catalog.tensors
+        for state, entry in tensor.states.items()
+        if state != "weight"
+    )
+    assert catalog.findings == ()
 
 
 def test_the_folder_itself_is_read_like_the_one_above_it(made):
@@ -105,14 +112,15 @@ def test_the_folder_itself_is_read_like_the_one_above_it(made):
     assert all(np.array_equal(above[key], itself[key]) for key in above)
 
 
-def test_master_copies_become_safetensors(made, tmp_path):
+def test_safetensors_of_it_are_those_of_its_source(made, tmp_path):
     api.convert(made, tmp_path / "weights", states="all")
 
     read = gather_all(api.open(tmp_path / "weights"))
-    source = gather_all(api.open(made))
-    for name in PARAMETERS:
-        assert np.array_equal(read[f"{name}/weight"], source[f"{name}/fp32"])
-        assert np.array_equal(read[f"{name}/exp_avg"], source[f"{name}/exp_avg"])
+    source = gather_all(api.open(tmp_path / "in"))
+    assert len(read) == 15
+    assert read.keys() == source.keys()
+    for key, array in source.items():
+        assert np.array_equal(read[key], array), key
 
 
 def test_the_commands_take_it(made):
@@ -150,11 +158,11 @@ def test_a_folder_without_model_files_is_in_the_order_of_names(made):
 
 
 def test_tensors_without_elements_need_no_bytes(made):
-    save_file(place(made, "a.norm"), {"param": Array("float32", (0, 3), b"", strides=(3, 1))})
-    for state in ("exp_avg", "exp_avg_sq"):
-        place(made, "a.norm", state).unlink()
+    extra = place(made, "0.extra")
+    extra.parent.mkdir()
+    save_file(extra, {"param": Array("float32", (0, 3), b"", strides=(3, 1))})
 
-    tensor = read_catalog(made).tensors[2]
+    tensor = read_catalog(made).tensors[3]
 
     assert tensor.states["fp32"].regions == (None,)
     assert tensor.layout.full_shape == (0, 3)
@@ -177,7 +185,7 @@ def test_files_of_others_are_left_alone(made):
 
     kinds = [finding.kind for finding in read_catalog(made).findings]
 
-    assert kinds == ["unknown-file", "not-carried"]
+    assert kinds == ["unknown-file"]
 
 
 def test_a_plain_step_is_no_array(made):
@@ -199,12 +207,42 @@ def spoiled(made, value, state="fp32"):
     return caught.value
 
 
-def test_the_flat_tensors_of_zero_3_are_refused_with_the_reason(made):
+def test_flat_tensors_without_model_files_are_refused_with_the_reason(made):
+    for file in (made / "step_universal").glob("mp_rank_*"):
+        file.unlink()
+
     error = spoiled(made, new_tensor("k", DTYPES["float32"], (16,)))
 
     assert isinstance(error, UnsupportedError)
     assert str(error).startswith("step_universal/zero/b.weight/fp32.pt: holds a bare tensor")
-    assert "ZeRO-3" in str(error)
+    assert "no model file says the shape" in str(error)
+
+
+def test_a_flat_tensor_has_the_shape_that_the_model_files_say(made, tmp_path):
+    values = PARAMETERS["b.weight"].states["fp32"]
+    save_file(place(made, "b.weight"), {"param": Array("float32", (24,), values.tobytes())})
+    for state in ("exp_avg", "exp_avg_sq"):
+        place(made, "b.weight", state).unlink()
+
+    read = gather_all(read_catalog(made))
+
+    assert np.array_equal(
+        read["b.weight/fp32"], gather_all(api.open(tmp_path / "in"))["b.weight/fp32"]
+    )
+
+
+def test_states_of_another_size_than_the_parameter_are_an_error_of_the_check(made):
+    for state in ADAM[1:]:
+        save_file(place(made, "b.weight", state), {"param": Array("float32", (2, 8), bytes(64))})
+
+    report = api.check(made)
+
+    (found,) = (finding for finding in report.findings if finding.severity == "error")
+    assert found.kind == "shape-mismatch"
+    assert found.message == (
+        "step_universal/zero/b.weight: the states have shape (2, 8), by the model files the "
+        "parameter has (3, 8); they are left out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,7 +285,7 @@ def test_a_parameter_with_nothing_but_a_step_is_refused(made):
 def test_a_model_file_that_is_none_is_refused(made):
     save_file(made / "step_universal" / "mp_rank_00_model_states.pt", [1])
 
-    with pytest.raises(FormatError, match=r"mp_rank_00_model_states\.pt: is no model file"):
+    with pytest.raises(FormatError, match=r"mp_rank_00_model_states\.pt: the dict of a model file"):
         read_catalog(made)
 
 

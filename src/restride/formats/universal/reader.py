@@ -1,10 +1,12 @@
-"""Read a universal folder into a catalog: every state is a file with one whole tensor."""
+"""Read a universal folder into a catalog: every state is a file with one whole tensor.
+
+The model files of the run stand beside them. They say the order of the model, how the ranks of the
+source cut every parameter, its shape where the file has none (ZeRO-3), and all that is no tensor.
+"""
 
 from __future__ import annotations
 
 import os
-import re
-from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -21,76 +23,83 @@ from restride.checkpoint.catalog import (
 )
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, ExecutionError, FormatError, UnsupportedError
+from restride.formats.deepspeed.model_files import read_model_files
+from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
+from restride.formats.universal._values import read_values
 from restride.layouts.replicated import replicated
 from restride.storage.torch_zip import open_torch_zip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Mapping
     from os import PathLike
 
     from restride.algebra.layout import Layout, Shape
     from restride.checkpoint.catalog import Severity
-    from restride.checkpoint.values import Value
+    from restride.formats.deepspeed.model_files import ModelFiles
+    from restride.formats.universal._optimizer_state import OptimizerState
 
-__all__ = ["read_catalog"]
+__all__ = ["PARTITIONED", "find_folder", "read_catalog"]
 
+PARTITIONED: Final = "deepspeed universal zero-3"
+"""Format of a folder in the shape of ZeRO-3."""
+
+_FORMAT: Final = "deepspeed universal"
 _LATEST: Final = "latest_universal"
 _PARAMETERS: Final = "zero"
 _SUFFIX: Final = ".pt"
 _PARAM: Final = "param"
 _STEP: Final = "step"
 _MASTER: Final = "fp32"
-_MODEL_FILE: Final = re.compile(r"mp_rank_\d{1,6}_model_states\.pt")
 _LONGEST_TAG: Final = 1024
 _MOST_NAMED: Final = 5
 _ONE_RANK: Final = Mesh(())
 
 
 def read_catalog(path: str | PathLike[str]) -> Catalog:
-    """Find out what is in a universal folder, in the shape of ZeRO-1 and ZeRO-2.
+    """Find out what is in a universal folder, in either shape that DeepSpeed writes.
 
     Args:
         path: The folder with ``latest_universal``, or the one that it names.
 
     Returns:
-        Master copies and optimizer states, whole, on a mesh of one rank and in the order of the
-        model. The weights as they were trained are in the model files, cut; they are not read, and
-        neither is what is no tensor.
+        Master copies and optimizer states, whole, in the order of the model; weights and buffers
+        from the model files, cut as the tensor-parallel ranks of the source cut them. The layout of
+        a parameter is that cut, where the model files say one. What is no tensor is in the values,
+        as in the catalog of the source.
 
     Raises:
         FormatError: It is no universal folder, or a file is not what it must be.
-        CorruptError: A file is damaged, or the states of a parameter have different shapes.
-        UnsupportedError: It is in the shape of ZeRO-3: flat tensors without shapes.
+        CorruptError: A file is damaged, or files contradict each other.
+        UnsupportedError: A tensor is flat, and no model file says its shape.
         ExecutionError: The system cannot read a file.
 
     Cost:
         The directory and the pickle of every file are read; O(parameters * states).
     """
     root = Path(path)
-    below = _find(root)
-    reader = _Reader(root, below)
-    order = _model_order(root / below)
-    names = _entries(root / below / _PARAMETERS, is_folder=True)
-    tensors = [reader.tensor(name) for name in _ordered(names, order)]
-    reader.tell_missing(order, names)
-    note = (
-        "what is no tensor (the step of the training, its scheduler, hyperparameters) stays in "
-        "the files: it is not read from universal folders"
-    )
-    reader.findings.append(Finding("note", "not-carried", note))
+    below = find_folder(root)
+    folder = root / below if below else root
+    models = read_model_files(folder, below)
+    reader = _Reader(root, below, models)
+    tensors = tuple(reader.read())
+    is_partitioned = models is not None and models.is_partitioned
     return Catalog(
-        format="deepspeed universal",
+        format=PARTITIONED if is_partitioned else _FORMAT,
         root=str(root),
         files=tuple(reader.files),
-        mesh=_ONE_RANK,
-        tensors=tuple(tensors),
-        values={},
+        mesh=_mesh(models),
+        tensors=tensors,
+        values=read_values(models, reader.optimizer, reader.findings),
         findings=tuple(reader.findings),
     )
 
 
-def _find(root: Path) -> str:
-    """Name of the folder with the parameters below `root`, with a slash, or empty."""
+def find_folder(root: Path) -> str:
+    """Name of the folder with the parameters below `root`, with a slash, or empty.
+
+    Raises:
+        FormatError: There is none.
+    """
     if (root / _PARAMETERS).is_dir():
         return ""
     try:
@@ -123,133 +132,185 @@ def _entries(folder: Path, *, is_folder: bool) -> list[str]:
         raise ExecutionError(f"cannot be listed ({error.strerror})", where=str(folder)) from error
 
 
-@dataclass(slots=True)
-class _Order:
-    """What the model files say of the parameters.
-
-    Attributes:
-        names: In the order of the model.
-        trained: Those that the optimizer has states of.
-        aliases: Other names, with the one that has the states.
-    """
-
-    names: dict[str, None] = field(default_factory=dict)
-    trained: dict[str, None] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-
-
-def _model_order(folder: Path) -> _Order:
-    """Read the names in the model files; a folder without them is in no order."""
-    order = _Order()
-    for name in sorted(filter(_MODEL_FILE.fullmatch, _entries(folder, is_folder=False))):
-        value = open_torch_zip(folder / name).value
-        if not isinstance(value, dict):
-            raise FormatError("is no model file of DeepSpeed", where=str(folder / name))
-        order.names.update(dict.fromkeys(_names(value.get("module"))))
-        shapes = value.get("param_shapes")
-        for group in shapes if isinstance(shapes, list) else ():
-            order.trained.update(dict.fromkeys(_names(group)))
-        shared = value.get("shared_params")
-        for alias, target in shared.items() if isinstance(shared, dict) else ():
-            if isinstance(alias, str) and isinstance(target, str):
-                order.aliases[alias] = target
-    order.names |= order.trained
-    return order
-
-
-def _names(value: Value) -> Iterator[str]:
-    yield from (key for key in value if isinstance(key, str)) if isinstance(value, dict) else ()
-
-
-def _ordered(names: Iterable[str], order: _Order) -> list[str]:
-    """Parameters in the order of the model, then all others; no second names."""
-    places = {name: place for place, name in enumerate(order.names)}
-    known = set(names)
-    kept = (name for name in known if order.aliases.get(name) not in known)
-    return sorted(kept, key=lambda name: (places.get(name, len(places)), name))
+def _mesh(models: ModelFiles | None) -> Mesh:
+    """The ranks that weights are cut over; states are not."""
+    if models is None or models.run.tp_size == 1:
+        return _ONE_RANK
+    return Mesh((("tp", models.run.tp_size),))
 
 
 class _Reader:
-    def __init__(self, root: Path, below: str) -> None:
+    def __init__(self, root: Path, below: str, models: ModelFiles | None) -> None:
+        self._folder = root / below if below else root
         self._root = root
         self._below = f"{below}{_PARAMETERS}/"
-        self.files: list[FileEntry] = []
-        self.findings: list[Finding] = []
+        self._models = models
+        self.files: list[FileEntry] = list(models.files if models else ())
+        self.findings: list[Finding] = list(models.findings if models else ())
+        self.optimizer = self._read_optimizer()
+        self._group_states = dict(self._of_groups())
 
-    def tensor(self, name: str) -> TensorEntry:
+    def read(self) -> Iterator[TensorEntry]:
+        """Yield parameters and buffers in the order of the model, then all others by name."""
+        names = set(_entries(self._folder / _PARAMETERS, is_folder=True))
+        models = self._models
+        known = {tensor.name: tensor for tensor in models.tensors} if models else {}
+        order = dict.fromkeys([*known, *(models.order if models else ()), *sorted(names)])
+        aliases = models.aliases if models else {}
+        trained = {name for group in models.trained for name in group} if models else set()
+        for name in order:
+            entry = known.get(name)
+            if aliases.get(name) in order:
+                continue
+            if entry is not None and (entry.kind == "buffer" or self._is_carried(entry, trained)):
+                yield entry
+            elif name in names:
+                yield self._parameter(name, entry)
+        missing = [name for name in trained if name not in names]
+        if missing:
+            named = ", ".join(map(repr, sorted(missing)[:_MOST_NAMED]))
+            message = f"{len(missing)} of {len(trained)} parameters have no folder: {named}"
+            self._tell("error", "missing-file", message, min(missing))
+
+    def _is_carried(self, entry: TensorEntry, trained: set[str]) -> bool:
+        """Whether the model files have all that there is.
+
+        What the optimizer does not own has a folder with nothing but its weight, widened; of one
+        that the ranks cut, the peer writes the first shard only.
+        """
+        return "weight" in entry.states and entry.name not in trained
+
+    def _parameter(self, name: str, known: TensorEntry | None) -> TensorEntry:
         """Read the folder of one parameter."""
         states: dict[str, StateEntry] = {}
         scalars: dict[str, StateEntry] = {}
-        for file in sorted(_entries(self._root / self._below / name, is_folder=False), key=_rank):
+        place = f"{self._below}{name}"
+        for file in sorted(_entries(self._root / place, is_folder=False), key=_rank):
             state = file.removesuffix(_SUFFIX)
             if state == file:
-                self._tell("note", "unknown-file", f"{self._below}{name}/{file} is not read", name)
-                continue
-            self._read(f"{self._below}{name}/{file}", state, states, scalars)
+                self._tell("note", "unknown-file", f"{place}/{file} is not read", name)
+            elif state == _STEP:
+                scalars.update(self._step(f"{place}/{file}"))
+            else:
+                states[state] = self._state(f"{place}/{file}", known)
         if not states:
-            raise FormatError("has no state of a parameter", where=f"{self._below}{name}")
-        layout = next(iter(states.values())).layout
+            raise FormatError("has no state of a parameter", where=place)
+        first = next(iter(states))
+        shape = states[first].layout.full_shape
         for state, entry in states.items():
-            if entry.layout.full_shape != layout.full_shape:
+            if entry.layout.full_shape != shape:
                 raise CorruptError(
-                    f"state {state!r} has shape {entry.layout.full_shape}, {next(iter(states))!r} "
-                    f"has {layout.full_shape}",
-                    where=f"{self._below}{name}",
+                    f"state {state!r} has shape {entry.layout.full_shape}, {first!r} has {shape}",
+                    where=place,
                 )
-        return TensorEntry(name, "parameter", layout, states | scalars)
+        found = self._group_states.get(name, {}) | scalars
+        if known is None:
+            return TensorEntry(name, "parameter", states[first].layout, states | found)
+        return self._joined(known, states, found)
 
-    def tell_missing(self, order: _Order, names: list[str]) -> None:
-        """Tell of parameters that the optimizer had states of, and the folder has nothing of."""
-        missing = [name for name in order.trained if name not in set(names)]
-        if missing:
-            named = ", ".join(map(repr, missing[:_MOST_NAMED]))
-            message = f"{len(missing)} of {len(order.trained)} parameters have no folder: {named}"
-            self._tell("error", "missing-file", message, missing[0])
-
-    def _tell(self, severity: Severity, kind: str, message: str, name: str) -> None:
-        self.findings.append(Finding(severity, kind, message, f"tensor {name!r}"))
-
-    def _read(
+    def _joined(
         self,
-        file: str,
-        state: str,
-        states: dict[str, StateEntry],
-        scalars: dict[str, StateEntry],
-    ) -> None:
+        known: TensorEntry,
+        states: Mapping[str, StateEntry],
+        scalars: Mapping[str, StateEntry],
+    ) -> TensorEntry:
+        """Put together what the model files and the folder of a parameter have."""
+        shape = known.layout.full_shape
+        stored = next(iter(states.values())).layout.full_shape
+        if prod(stored) != prod(shape):
+            message = (
+                f"{self._below}{known.name}: the states have shape {stored}, by the model files "
+                f"the parameter has {shape}; they are left out"
+            )
+            self._tell("error", "shape-mismatch", message, known.name)
+            states = {}
+        # One that is described in dimensions of its own has the same elements in the same order.
+        whole = _whole(shape)
+        viewed = {
+            state: StateEntry(entry.dtype, whole, entry.regions) for state, entry in states.items()
+        }
+        return TensorEntry(
+            known.name,
+            "parameter",
+            known.layout,
+            {**known.states, **viewed, **scalars},
+            is_frozen=known.is_frozen,
+            aliases=known.aliases,
+            trained_dtype=known.trained_dtype,
+        )
+
+    def _state(self, file: str, known: TensorEntry | None) -> StateEntry:
         opened = open_torch_zip(self._root / file)
         value = opened.value
-        if state == _STEP:
-            # A plain number is no array; it stays where it is, as everything that is none.
-            if isinstance(value, StoredTensor):
-                scalars[state] = self._entry(file, opened.nbytes, value)
-            return
         if isinstance(value, StoredTensor):
-            raise UnsupportedError(
-                f"holds a bare tensor of shape {value.shape}: universal folders of ZeRO-3 are "
-                "flat, without the shapes of the parameters",
-                where=file,
-                remedy="convert the checkpoint that the folder was made of",
-            )
+            if known is None:
+                raise UnsupportedError(
+                    f"holds a bare tensor of shape {value.shape}, as universal folders of ZeRO-3 "
+                    "do, and no model file says the shape of the parameter",
+                    where=file,
+                    remedy="put the *_model_states.pt files of the run into the folder",
+                )
+            return self._entry(file, opened.nbytes, value)
         tensor = value.get(_PARAM) if isinstance(value, dict) else None
         if not isinstance(tensor, StoredTensor):
             raise FormatError(f"has no tensor {_PARAM!r}", where=file)
-        states[state] = self._entry(file, opened.nbytes, tensor)
+        return self._entry(file, opened.nbytes, tensor)
+
+    def _step(self, file: str) -> Iterator[tuple[str, StateEntry]]:
+        """Yield a step that is a tensor; a plain number is no array."""
+        opened = open_torch_zip(self._root / file)
+        if isinstance(opened.value, StoredTensor):
+            yield _STEP, self._entry(file, opened.nbytes, opened.value)
 
     def _entry(self, file: str, nbytes: int, tensor: StoredTensor) -> StateEntry:
-        if not _is_dense(tensor.shape, tensor.strides):
-            raise UnsupportedError(
-                f"is a view of shape {tensor.shape} with strides {tensor.strides}",
-                where=file,
-                remedy="save it after .contiguous()",
-            )
-        region = Region(len(self.files), tensor.start_nbytes) if prod(tensor.shape) else None
+        number = len(self.files)
         self.files.append(FileEntry(file, nbytes))
-        return StateEntry(tensor.storage.dtype, _whole(tensor.shape), (region,))
+        return _entry_of(tensor, number, file)
+
+    def _read_optimizer(self) -> OptimizerState | None:
+        path = self._folder / _PARAMETERS / OPTIMIZER_STATE
+        name = f"{self._below}{OPTIMIZER_STATE}"
+        if not path.is_file():
+            message = f"{name} is not there: no engine resumes from the folder without it"
+            self.findings.append(Finding("warning", "missing-file", message, name))
+            return None
+        state = read_optimizer_state(path, name)
+        self.files.append(state.file)
+        return state
+
+    def _of_groups(self) -> Iterator[tuple[str, dict[str, StateEntry]]]:
+        """Yield what every parameter of a sub-group shares, which in ZeRO-3 is in one file."""
+        state, models = self.optimizer, self._models
+        if state is None or models is None or state.parents is None:
+            return
+        state.members(models.trained)
+        number = len(self.files) - 1
+        for part, names in zip(state.parts, models.trained, strict=True):
+            shared = {
+                key: _entry_of(entry.value, number, entry.where)
+                for key, entry in part.items()
+                if isinstance(entry.value, StoredTensor)
+            }
+            yield from ((name, shared) for name in names)
+
+    def _tell(self, severity: Severity, kind: str, message: str, name: str) -> None:
+        self.findings.append(Finding(severity, kind, message, f"tensor {name!r}"))
 
 
 def _rank(file: str) -> tuple[int, str]:
     """The master copy first, the step last."""
     return {f"{_MASTER}{_SUFFIX}": 0, f"{_STEP}{_SUFFIX}": 2}.get(file, 1), file
+
+
+def _entry_of(tensor: StoredTensor, number: int, where: str) -> StateEntry:
+    if not _is_dense(tensor.shape, tensor.strides):
+        raise UnsupportedError(
+            f"is a view of shape {tensor.shape} with strides {tensor.strides}",
+            where=where,
+            remedy="save it after .contiguous()",
+        )
+    region = Region(number, tensor.start_nbytes) if prod(tensor.shape) else None
+    return StateEntry(tensor.storage.dtype, _whole(tensor.shape), (region,))
 
 
 @lru_cache(maxsize=1024)

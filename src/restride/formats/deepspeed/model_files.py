@@ -1,0 +1,130 @@
+"""The model files alone: what a folder says whose optimizer states are somewhere else.
+
+A universal folder carries the model files of the run that it was made of. They have the weights as
+they were trained, cut by the tensor-parallel ranks, the buffers, the order of the model, and all
+that is no tensor; under ZeRO-3 only shapes and dtypes instead of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from restride.checkpoint.catalog import FileEntry, Finding
+from restride.errors import UnsupportedError
+from restride.formats.deepspeed._expert_files import ExpertFiles
+from restride.formats.deepspeed._expert_ranks import ExpertRanks
+from restride.formats.deepspeed._experts import read_experts
+from restride.formats.deepspeed._files import list_files
+from restride.formats.deepspeed._partitions import Partitions
+from restride.formats.deepspeed._run import open_run
+from restride.formats.deepspeed._state_values import read_values
+from restride.formats.deepspeed._tensors import read_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from restride.checkpoint.catalog import TensorEntry
+    from restride.formats.deepspeed._experts import ExpertParameter
+    from restride.formats.deepspeed._run import Run
+    from restride.formats.deepspeed._values import Json
+
+__all__ = ["ModelFiles", "read_model_files"]
+
+# What these tell of is in other files here.
+_EXPECTED: Final = frozenset({"missing-file", "no-optimizer", "no-weight"})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What the model files of a folder say.
+
+    Attributes:
+        run: The files, opened.
+        files: The same as entries of a catalog, with their names below what was opened.
+        tensors: Parameters and buffers in the order of the model, with the states that the model
+            files have. Empty where they do not say how the ranks cut them.
+        order: Names of the parameters in the order of the model.
+        trained: For each entry of ``param_shapes``, parameters that the optimizer has states of.
+        experts: Stacked experts by name.
+        aliases: Other names, with the one that has the states.
+        values: What is no tensor.
+        findings: What was noticed.
+    """
+
+    run: Run
+    files: tuple[FileEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    order: tuple[str, ...]
+    trained: tuple[tuple[str, ...], ...]
+    experts: Mapping[str, ExpertParameter]
+    aliases: Mapping[str, str]
+    values: Mapping[str, Json]
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether they are of ZeRO-3."""
+        return self.run.is_partitioned
+
+    def partition_count(self, members: Sequence[str]) -> int:
+        """Count the data-parallel ranks that shared the buffer of a group in the source.
+
+        Raises:
+            CorruptError: It mixes experts with other parameters.
+        """
+        ranks = ExpertRanks(self.run, self.experts)
+        return self.run.dp_size // ranks.cutters(members, self.run.models[0].name)
+
+
+def read_model_files(folder: Path, below: str) -> ModelFiles | None:
+    """Read the model files of a folder, or None where it has none.
+
+    Args:
+        folder: Where they are.
+        below: Name of the folder below what was opened, with a slash, or empty.
+
+    Raises:
+        FormatError: A file is not what its name says.
+        CorruptError: Files are damaged or contradict each other.
+        ExecutionError: The system cannot read a file.
+    """
+    listed = list_files(folder, "")
+    if not listed.models and not listed.partitioned:
+        return None
+    run = open_run(folder)
+    first = run.models[0]
+    experts = read_experts(first.root.get("ds_autoep_layers") or first.root.get("autoep_layers"))
+    expert_files = ExpertFiles(run, experts)
+    findings: list[Finding] = []
+    try:
+        tensors = tuple(read_tensors(run, experts, expert_files, Partitions()))
+    except UnsupportedError as error:
+        message = f"the weights as they were trained are left out: {error}"
+        findings.append(Finding("warning", "not-read", message, first.name))
+        tensors = ()
+    trained = _trained(run)
+    values = read_values(run, (), expert_files.extras)
+    findings += [finding for finding in run.findings if finding.kind not in _EXPECTED]
+    return ModelFiles(
+        run,
+        tuple(replace(entry, name=below + entry.name) for entry in run.files.entries),
+        tensors,
+        tuple(dict.fromkeys([*first.dtypes, *(name for names in trained for name in names)])),
+        trained,
+        experts,
+        {alias: name for model in run.models for alias, name in model.aliases.items()},
+        values,
+        tuple(findings),
+    )
+
+
+def _trained(run: Run) -> tuple[tuple[str, ...], ...]:
+    """Names of each group over all ranks: a rank does not list what it has no element of."""
+    by_rank = [model.param_shapes or () for model in run.models]
+    found: list[dict[str, None]] = [{} for _ in range(max(map(len, by_rank)))]
+    for groups in by_rank:
+        for number, shapes in enumerate(groups):
+            found[number].update(dict.fromkeys(shapes))
+    return tuple(map(tuple, found))

@@ -1,0 +1,124 @@
+"""Read the training that a universal folder carries: all that a writer needs but tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from restride.checkpoint.training import ParameterGroup
+from restride.checkpoint.values import StoredTensor
+from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._optimizer import CONSUMED_KEYS
+from restride.formats.deepspeed._settings import group_order, is_round_robin
+from restride.formats.deepspeed.model_files import read_model_files
+from restride.formats.deepspeed.training import merged_order, read_model_training
+from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
+from restride.formats.universal.reader import find_folder
+from restride.storage.torch_zip import open_torch_zip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from restride.checkpoint.catalog import Catalog
+    from restride.checkpoint.training import Training
+    from restride.checkpoint.values import Value
+    from restride.formats.deepspeed._fields import Field
+    from restride.formats.deepspeed.model_files import ModelFiles
+    from restride.formats.universal._optimizer_state import OptimizerState
+
+__all__ = ["read_training"]
+
+_SUFFIX: Final = "_universal"
+_NOT_OF_THE_WHOLE: Final = CONSUMED_KEYS | {"zero_stage", "param_groups"}
+
+
+def read_training(catalog: Catalog) -> Training:
+    """Read again, from the files of a universal folder, what goes with its tensors.
+
+    Args:
+        catalog: What `read_catalog` gave for the folder.
+
+    Raises:
+        UnsupportedError: It has no model files, or no state of the optimizer.
+        FormatError, CorruptError, ExecutionError: As for `read_catalog`.
+
+    Cost:
+        The metadata of the model files is read once more, and one step of each group.
+    """
+    root = Path(catalog.root)
+    below = find_folder(root)
+    folder = root / below if below else root
+    models = read_model_files(folder, below)
+    path = folder / "zero" / OPTIMIZER_STATE
+    if models is None or not path.is_file():
+        missing = "no model files" if models is None else f"no zero/{OPTIMIZER_STATE}"
+        raise UnsupportedError(
+            f"has {missing}, and a training does not go on without",
+            where=str(folder),
+            remedy="convert the weights with --to safetensors",
+        )
+    state = read_optimizer_state(path, f"{below}zero/{OPTIMIZER_STATE}")
+    training = read_model_training(models.run, catalog)
+    return replace(
+        training,
+        tag=training.tag.removesuffix(_SUFFIX) or training.tag,
+        groups=tuple(_groups(models, state, folder)),
+        optimizer={
+            key: entry.value for key, entry in state.root.items() if key not in _NOT_OF_THE_WHOLE
+        },
+    )
+
+
+def _groups(models: ModelFiles, state: OptimizerState, folder: Path) -> Iterator[ParameterGroup]:
+    by_rank = [state.members(_in_order(models, tp)) for tp in range(models.run.tp_size)]
+    for number, group in enumerate(state.groups):
+        names = merged_order([members[number] for members in by_rank])
+        shared = [
+            part
+            for part, parent in zip(state.parts, state.parents or (), strict=True)
+            if parent == number
+        ]
+        yield ParameterGroup(
+            names=names,
+            settings={key: entry.value for key, entry in group.items() if key != "params"},
+            numbers=_of_parts(shared) if shared else _steps(folder, names),
+        )
+
+
+def _in_order(models: ModelFiles, tp: int) -> list[list[str]]:
+    """Names in each entry of ``param_shapes``, as the model gives them to the optimizer."""
+    model = models.run.models[tp]
+    shapes = [list(names) for names in model.param_shapes or ()]
+    if models.is_partitioned or not is_round_robin(model.root.get("ds_config")):
+        return shapes
+    return [group_order(names, models.partition_count(names)) for names in shapes]
+
+
+def _of_parts(parts: Sequence[Mapping[str, Field]]) -> dict[str, Value]:
+    """States of the sub-groups of one group that are no arrays."""
+    return {
+        key: entry.value
+        for part in parts
+        for key, entry in part.items()
+        if not isinstance(entry.value, StoredTensor)
+    }
+
+
+def _steps(folder: Path, names: Sequence[str]) -> dict[str, Value]:
+    """The step of a group, where it is a plain number; every parameter has a copy."""
+    found: dict[str, Value] = {}
+    for name in names:
+        path = folder / "zero" / name / "step.pt"
+        value = open_torch_zip(path).value if path.is_file() else None
+        if isinstance(value, StoredTensor):
+            return {}
+        if value is None:
+            continue
+        if type(value) not in {int, float} or found.setdefault("step", value) != value:
+            raise CorruptError(
+                f"the step is {value!r}, that of {names[0]!r} in the same group is "
+                f"{found.get('step')!r}",
+                where=f"zero/{name}/step.pt",
+            )
+    return found
