@@ -57,6 +57,24 @@ class Recognized:
     family: Family
     unit_bits: int | None = None
 
+    @property
+    def rule_layout(self) -> str:
+        """What a rule file calls the family, as far as it has the word."""
+        match self.family:
+            case Segments(dim=0) if self.name in {"split", "chunked"}:
+                return "column"
+            case Segments(dim=1) if self.name in {"split", "chunked"}:
+                return "row"
+            case Replicated():
+                return "whole"
+            case _:
+                return self.name
+
+    @property
+    def takes(self) -> str:
+        """The number of the model that `rebuild_on` may be given; empty where there is none."""
+        return self.family.takes
+
     def __str__(self) -> str:
         also = f" (also {', '.join(self.also)})" if self.also else ""
         return f"{self.text}{also}" + (f"; {self.apart}" if self.apart else "")

@@ -4,7 +4,39 @@
 Face ``config.json``; `read_rules` and `rule_layouts` do so by rules that a user writes.
 """
 
-from restride.layouts.presets.autotp import autotp_layouts, known_models
-from restride.layouts.presets.rule_file import Rules, read_rules, rule_layouts
+from restride.layouts.presets._config import Settings, read_settings
+from restride.layouts.presets.autotp import (
+    autotp_cuts,
+    autotp_layouts,
+    how_to_write,
+    known_models,
+    name_pattern,
+    nearest_models,
+    require_model_of,
+    shown_models,
+)
+from restride.layouts.presets.rule_file import (
+    Matched,
+    Rules,
+    matched_layouts,
+    read_rules,
+    rule_layouts,
+)
 
-__all__ = ["Rules", "autotp_layouts", "known_models", "read_rules", "rule_layouts"]
+__all__ = [
+    "Matched",
+    "Rules",
+    "Settings",
+    "autotp_cuts",
+    "autotp_layouts",
+    "how_to_write",
+    "known_models",
+    "matched_layouts",
+    "name_pattern",
+    "nearest_models",
+    "read_rules",
+    "read_settings",
+    "require_model_of",
+    "rule_layouts",
+    "shown_models",
+]

@@ -15,15 +15,25 @@ from restride.layouts.sizes import autotp_sizes
 from restride.layouts.split import split
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from restride.algebra.layout import Layout, Shape
     from restride.algebra.mesh import MeshLike
     from restride.layouts.presets._config import Settings
 
-__all__ = ["autotp_layouts", "known_models"]
+__all__ = [
+    "autotp_cuts",
+    "autotp_layouts",
+    "how_to_write",
+    "known_models",
+    "name_pattern",
+    "nearest_models",
+    "require_model_of",
+    "shown_models",
+]
 
 _HEADS = ("lm_head", "embed_out")
+_MOST_SHOWN = 3
 
 
 def known_models() -> tuple[str, ...]:
@@ -74,10 +84,38 @@ def autotp_layouts(
         ((8, 16), (4, 16))
     """
     target = find_mesh_axis(mesh, axis)
+    cut = autotp_cuts(config, shapes, mesh=mesh, axis=axis, grain=grain, plan=plan)
+    if shapes and not cut and target.size > 1:
+        raise _knows_none(_find_family(config), shapes)
+    return {
+        name: cut[name] if name in cut else replicated(shape, mesh=target.mesh)
+        for name, shape in shapes.items()
+    }
+
+
+def autotp_cuts(
+    config: Mapping[str, object],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    mesh: MeshLike,
+    axis: str | None = None,
+    grain: int = 1,
+    plan: bool | None = None,
+) -> dict[str, Layout]:
+    """Find the layouts of the parameters that a preset speaks of, as `autotp_layouts` does.
+
+    Returns:
+        A layout for each of them; nothing on one rank. The others are whole, or are not of this
+        model.
+
+    Raises:
+        RuleError, LayoutError: As for `autotp_layouts`.
+    """
+    target = find_mesh_axis(mesh, axis)
     sizes = {name: as_shape(shape) for name, shape in shapes.items()}
     family = _find_family(config)
     if target.size == 1:
-        return {name: replicated(shape, mesh=target.mesh) for name, shape in sizes.items()}
+        return {}
     rules = _choose_rules(family, plan=plan)
     settings = read_settings(config, grain=grain, required=family.required)
     cut: dict[str, Layout] = {}
@@ -94,17 +132,103 @@ def autotp_layouts(
         found = known[key]
         if found is not None:
             cut[name] = found
-    if sizes and not cut:
-        some = next(iter(sizes))
-        raise RuleError(
-            f"none of the {len(sizes)} parameters, such as {some!r}, is one that the preset "
-            f"{family.model_type} cuts",
-            remedy=_how_to_write(some),
-        )
+    return cut
+
+
+def require_model_of(config: Mapping[str, object], names: Collection[str]) -> None:
+    """Refuse a config whose preset knows fewer of some parameters than that of another model.
+
+    Presets share names: OPT's would cut the attention of a Llama and leave the rest whole.
+
+    Raises:
+        RuleError: The config is of another model, of none that is known, or of one whose parameters
+            these are not.
+    """
+    family = _find_family(config)
+    if family.names is None or not names:
+        return
+    scores = _scores(names)
+    nearest = nearest_models(names)
+    if family.model_type in nearest:
+        return
+    some = next(iter(names))
+    if not nearest:
+        raise _knows_none(family, names)
+    raise RuleError(
+        f"the preset {family.model_type} cuts {scores[family.model_type]} kinds of parameters, the "
+        f"preset {shown_models(nearest)} {scores[nearest[0]]}: the config is of another model",
+        remedy=f"give the config of the model that has parameters such as {some!r}, or "
+        + how_to_write(some),
+    )
+
+
+def _knows_none(family: Family, names: Collection[str]) -> RuleError:
+    some = next(iter(names))
+    return RuleError(
+        f"none of the {len(names)} parameters, such as {some!r}, is one that the preset "
+        f"{family.model_type} cuts",
+        remedy=how_to_write(some),
+    )
+
+
+def nearest_models(names: Iterable[str]) -> tuple[str, ...]:
+    """Name the model types whose presets know the most of these parameters.
+
+    Returns:
+        One, or several whose layers have the same names; none where no preset knows any.
+
+    Examples:
+        >>> nearest_models(["transformer.h.0.attn.qkv_proj.weight", "transformer.ln_f.weight"])
+        ('codegen',)
+        >>> nearest_models(["transformer.h.0.mlp.dense_h_to_4h.weight"])
+        ('chatglm', 'falcon', 'bloom', 'gpt_neox')
+    """
+    scores = _scores(names)
+    most = max(scores.values())
+    return tuple(model for model, score in scores.items() if score == most) if most else ()
+
+
+def shown_models(models: Sequence[str]) -> str:
+    """A few model types in words.
+
+    Examples:
+        >>> shown_models(("chatglm", "falcon", "bloom", "gpt_neox"))
+        'chatglm, falcon, bloom or one more'
+    """
+    *first, last = models[:_MOST_SHOWN]
+    left = len(models) - _MOST_SHOWN
+    if left > 0:
+        first, last = [*first, last], "one more" if left == 1 else f"{left} more"
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _scores(names: Iterable[str]) -> dict[str, int]:
+    """How many kinds of parameters each preset cuts."""
+    # Layers repeat; one of a kind is enough.
+    kinds = {name_pattern(name).replace("*", "0") for name in names}
     return {
-        name: cut[name] if name in cut else replicated(shape, mesh=target.mesh)
-        for name, shape in sizes.items()
+        model_type: sum(any(rule.pattern.matches(kind) for rule in family.names) for kind in kinds)
+        for model_type, family in FAMILIES.items()
+        if family.names is not None
     }
+
+
+def name_pattern(name: str) -> str:
+    """Pattern that stands for a parameter and for the same one of all other layers.
+
+    Examples:
+        >>> name_pattern("model.layers.11.mlp.up_proj.weight")
+        'model.layers.*.mlp.up_proj.weight'
+    """
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def how_to_write(name: str, *, layout: str = "row") -> str:
+    """Say how a rule is written, with one for a parameter that can be pasted."""
+    return (
+        "write a rule file, with one table for each kind of parameter: "
+        f'[[rules]] match = "{name_pattern(name)}" layout = "{layout}"'
+    )
 
 
 def _find_family(config: Mapping[str, object]) -> Family:
@@ -119,18 +243,10 @@ def _find_family(config: Mapping[str, object]) -> Family:
         near = get_close_matches(model_type.lower(), FAMILIES, n=1, cutoff=0)
         raise RuleError(
             f"there is no preset for model type {model_type!r}, the nearest is {near[0]!r}",
-            remedy=_how_to_write("model.layers.0.self_attn.o_proj.weight")
+            remedy=how_to_write("model.layers.0.self_attn.o_proj.weight")
             + f"; known are {', '.join(FAMILIES)}",
         )
     return family
-
-
-def _how_to_write(name: str) -> str:
-    pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
-    return (
-        "write a rule file, with one table for each kind of parameter: "
-        f'[[rules]] match = "{pattern}" layout = "row"'
-    )
 
 
 def _choose_rules(family: Family, *, plan: bool | None) -> tuple[Rule, ...]:

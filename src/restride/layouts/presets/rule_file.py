@@ -3,7 +3,7 @@
 ::
 
     format = "restride-rules/1"
-    rest = "whole"                  # or "refuse", the default: every parameter needs a rule
+    rest = "whole"                  # or "refuse", the default: nothing is guessed
 
     [[rules]]
     match = "**.attn.qkv.weight"    # '*' one part, '**' any number of them, {a,b} one of several
@@ -46,7 +46,14 @@ if TYPE_CHECKING:
     from restride.algebra.mesh import MeshLike
     from restride.layouts.catalogue import Parameter
 
-__all__ = ["RULES_FORMAT", "Rules", "read_rules", "rule_layouts"]
+__all__ = [
+    "RULES_FORMAT",
+    "Matched",
+    "Rules",
+    "matched_layouts",
+    "read_rules",
+    "rule_layouts",
+]
 
 RULES_FORMAT: Final = "restride-rules/1"
 """What a rule file calls itself."""
@@ -68,6 +75,19 @@ class Rules:
     rules: tuple[Rule, ...]
     rest: str
     where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The layout of one parameter, and the rule that gave it.
+
+    Attributes:
+        pattern: Of the rule.
+        layout: What the rule made.
+    """
+
+    pattern: str
+    layout: Layout
 
 
 def read_rules(text: str, *, where: str = "rules") -> Rules:
@@ -152,6 +172,35 @@ def rule_layouts(
         LayoutError: A shape or a number is none.
     """
     target = find_mesh_axis(mesh, axis)
+    matched = matched_layouts(rules, shapes, mesh=mesh, axis=axis, config=config, grain=grain)
+    for name in shapes:
+        if name not in matched and rules.rest == _RESTS[0]:
+            raise RuleError(
+                f"parameter {name!r} has no rule",
+                where=rules.where,
+                remedy='write one, or rest = "whole" if every rank holds what has none',
+            )
+    return {
+        name: matched[name].layout if name in matched else replicated(shape, mesh=target.mesh)
+        for name, shape in shapes.items()
+    }
+
+
+def matched_layouts(
+    rules: Rules,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    mesh: MeshLike,
+    axis: str | None = None,
+    config: Mapping[str, object] | None = None,
+    grain: int = 1,
+) -> dict[str, Matched]:
+    """Find the layouts of those parameters that a rule matches, as `rule_layouts` does.
+
+    Raises:
+        RuleError, LayoutError: As for `rule_layouts`, but for parameters without a rule.
+    """
+    target = find_mesh_axis(mesh, axis)
     settings = read_settings(config, grain=grain) if config else Settings(grain=grain)
     resolved = tuple(_resolve(rule, config) for rule in rules.rules)
     for rule in resolved:
@@ -161,17 +210,15 @@ def rule_layouts(
                 where=rule.where,
                 remedy=f"they have names such as {next(iter(shapes))!r}",
             )
-    layouts: dict[str, Layout] = {}
+    found: dict[str, Matched] = {}
     for name, shape in shapes.items():
-        found = apply_rules(resolved, name, as_shape(shape), target, settings)
-        if found is None and rules.rest == _RESTS[0]:
-            raise RuleError(
-                f"parameter {name!r} has no rule",
-                where=rules.where,
-                remedy='write one, or rest = "whole" if every rank holds what has none',
-            )
-        layouts[name] = found or replicated(shape, mesh=target.mesh)
-    return layouts
+        rule_of_it = next((rule for rule in resolved if rule.pattern.matches(name)), None)
+        if rule_of_it is None:
+            continue
+        layout = apply_rules((rule_of_it,), name, as_shape(shape), target, settings)
+        if layout is not None:
+            found[name] = Matched(rule_of_it.pattern.text, layout)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,139 @@
+"""The cut that a checkpoint has, built again on other ranks: one answer, or a refusal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from restride.errors import LayoutError, RuleError
+from restride.layouts.presets import name_pattern
+from restride.layouts.recognition import rebuild_on, recognize
+
+if TYPE_CHECKING:
+    from restride.algebra.layout import Layout
+    from restride.algebra.mesh import Mesh
+    from restride.checkpoint._retarget_source import LayoutEquality, Source
+    from restride.layouts.recognition import Recognized
+
+__all__ = ["Families", "Numbers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What is known of the model beside the checkpoint: key/value heads and grain."""
+
+    heads: int | None = None
+    grain: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What one family gives on the new ranks: a layout, or why there is none."""
+
+    family: Recognized
+    layout: Layout | None
+    reason: str = ""
+
+
+class Families:
+    """Builds the cuts of a checkpoint again, and remembers what has several answers.
+
+    Args:
+        mesh: The new ranks.
+        numbers: What is known of the model.
+        same: Compares layouts.
+    """
+
+    def __init__(self, mesh: Mesh, numbers: Numbers, same: LayoutEquality) -> None:
+        self._mesh = mesh
+        self._numbers = numbers
+        self._same = same
+        self._known: dict[Layout, tuple[_Answer, ...]] = {}
+        self._open: dict[tuple[str, Layout], list[Source]] = {}
+
+    def rebuild(self, source: Source) -> tuple[Layout, str] | None:
+        """Give the layout of a parameter on the new ranks and the name of its family.
+
+        Returns:
+            None where there is not one answer; `require_answers` says so of all of them.
+        """
+        answers = self._answers(source.layout)
+        layouts = [answer.layout for answer in answers if answer.layout is not None]
+        if len(layouts) == len(answers) and layouts:
+            first = layouts[0]
+            if all(self._same(first, other) for other in layouts[1:]):
+                return first, answers[0].family.name
+        self._open.setdefault((name_pattern(source.name), source.layout), []).append(source)
+        return None
+
+    def require_answers(self, *, why: str = "", advice: str = "") -> None:
+        """Refuse where a parameter has been left without one answer.
+
+        Args:
+            why: Why nothing else decides.
+            advice: What would decide, beside a rule.
+
+        Raises:
+            RuleError: One has; the error says what may be, and how to decide.
+        """
+        if not self._open:
+            return
+        (pattern, layout), members = next(iter(self._open.items()))
+        count = sum(len(sources) for sources in self._open.values())
+        others = f", as are {count - 1} other parameters" if count > 1 else ""
+        answers = self._answers(layout)
+        raise RuleError(
+            f"the cut over {layout.rank_count} ranks leaves open how {self._mesh.size} ranks are "
+            f"cut{others}: {_in_words(answers)}" + (why and f"; {why}"),
+            where=f"tensor {members[0].name!r}",
+            remedy=(advice and f"{advice}, or ") + f"write a rule: {_rule(pattern, answers)}",
+        )
+
+    def _answers(self, layout: Layout) -> tuple[_Answer, ...]:
+        if layout not in self._known:
+            families = recognize(layout)
+            # The numbers of the model rule families out, but for the last one: its error tells.
+            fitting = [family for family in families if self._fits(family, layout)] or families
+            self._known[layout] = tuple(self._build(family) for family in fitting)
+        return self._known[layout]
+
+    def _fits(self, family: Recognized, layout: Layout) -> bool:
+        """Whether a family gives the cut that there is with the numbers of the model."""
+        try:
+            self._on(family, layout.mesh)
+        except LayoutError:
+            return False
+        return True
+
+    def _build(self, family: Recognized) -> _Answer:
+        try:
+            return _Answer(family, self._on(family, self._mesh))
+        except LayoutError as error:
+            return _Answer(family, None, error.problem)
+
+    def _on(self, family: Recognized, mesh: Mesh) -> Layout:
+        return rebuild_on(
+            family,
+            mesh,
+            heads=self._numbers.heads if family.takes == "heads" else None,
+            grain=self._numbers.grain if family.takes == "grain" else None,
+        )
+
+
+def _in_words(answers: tuple[_Answer, ...]) -> str:
+    if not answers:
+        return "it is of no family that is known"
+    texts = [
+        f"{answer.family.name} ({answer.reason})"
+        if answer.reason
+        else f"{answer.family.text}" + (answer.family.apart and f" ({answer.family.apart})")
+        for answer in answers
+    ]
+    return "; or ".join(texts)
+
+
+def _rule(pattern: str, answers: tuple[_Answer, ...]) -> str:
+    """A rule that can be pasted: that of the first family, with the number that is missing."""
+    layout = answers[0].family.rule_layout if answers else "split"
+    number = next((answer.family.takes for answer in answers if answer.family.takes), "")
+    return f'[[rules]] match = "{pattern}" layout = "{layout}"' + (number and f" {number} = N")
