@@ -180,7 +180,7 @@ def test_no_corruption_goes_unnoticed(corrupt):
     fingerprints = {digest(array)}
 
     contents = {array.tobytes()}
-    for _ in range(250):
+    for _ in range(1250):
         damaged = array.copy()
         corrupt(rng, damaged)
         contents.add(damaged.tobytes())

@@ -68,6 +68,10 @@ def _root(context: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    # The workers are the threads. Those that BLAS would start for the fingerprints, when NumPy is
+    # imported, only fight them for the cores.
+    for library in ("OPENBLAS", "MKL", "OMP"):
+        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     code = ExitCode.FAILED
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
