@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._writing import Writing
     from restride.storage.torch_output import OutputArray
 
-__all__ = ["group_states", "param_groups", "states_of"]
+__all__ = ["group_states", "param_groups", "scalar_states", "states_of"]
 
 
 def param_groups(writing: Writing) -> list[Value]:
@@ -74,13 +74,26 @@ def group_states(writing: Writing, number: int, group: ParameterGroup) -> dict[s
         UnsupportedError: Parameters of the group have different numbers.
         ExecutionError: A file cannot be read.
     """
-    first = writing.tensors[group.names[0]]
     mesh = writing.target.mesh
-    announced: dict[str, OutputArray] = {}
-    for state in _scalars(first):
+    return {
+        state: writing.state(writing.tensors[group.names[0]], state, replicated((), mesh=mesh))
+        for state in scalar_states(writing, number, group)
+    }
+
+
+def scalar_states(writing: Writing, number: int, group: ParameterGroup) -> tuple[str, ...]:
+    """Name the states that are one number for the whole group, such as the step.
+
+    Raises:
+        UnsupportedError: Parameters of the group have different numbers.
+        ExecutionError: A file cannot be read.
+    """
+    if not group.names:
+        return ()
+    states = tuple(_scalars(writing.tensors[group.names[0]]))
+    for state in states:
         _require_equal(writing, number, group, state)
-        announced[state] = writing.state(first, state, replicated((), mesh=mesh))
-    return announced
+    return states
 
 
 def _arrays(tensor: TensorEntry) -> dict[str, StateEntry]:

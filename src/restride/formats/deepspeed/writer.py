@@ -2,6 +2,7 @@
 
     latest                                                     the tag, as text
     TAG/mp_rank_TT_model_states.pt                             weights of a tensor-parallel rank
+    TAG/zero_pp_rank_D_mp_rank_TT_model_states.pt              ZeRO-3: the same of a (dp, tp) rank
     TAG/[bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt       optimizer of a (dp, tp) rank
 
 An engine with so many ranks and this ZeRO stage resumes from it with plain ``load_checkpoint``: no
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from restride.checkpoint.selection import select_weights
 from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._write_chunks import write_chunks
 from restride.formats.deepspeed._write_findings import findings_of
 from restride.formats.deepspeed._write_model import write_models
 from restride.formats.deepspeed._write_partitions import write_partitions
@@ -82,11 +84,10 @@ def lay_out(
             remedy="convert with --to universal",
         )
     if target.zero == _PARTITIONED_WEIGHTS:
-        raise UnsupportedError(
-            "ZeRO-3 cannot be written", where=catalog.root, remedy="choose --zero 1 or 2"
-        )
-    write_models(writing)
-    write_partitions(writing)
+        write_chunks(writing)
+    else:
+        write_models(writing)
+        write_partitions(writing)
     writing.output.add_file("latest", training.tag.encode())
     writing.findings.extend(findings_of(writing))
     return writing.output.finish(tuple(writing.findings))
