@@ -31,12 +31,15 @@ class Preset:
         before: On the ranks that wrote the checkpoint, for what the preset speaks of.
         after: On the new ranks, likewise.
         mesh: The new ranks.
+        is_without_plan: Whether transformers' plan was found not to have been followed, where it
+            would have made a difference.
     """
 
     name: str
     before: Mapping[str, Layout]
     after: Mapping[str, Layout]
     mesh: Mesh
+    is_without_plan: bool = False
 
     def old(self, source: Source) -> Layout:
         """What a parameter would be on its own ranks."""
@@ -97,6 +100,7 @@ def find_preset(
         variants[chosen],
         model.cuts(mesh, chosen, grains[1]),
         mesh,
+        is_without,
     )
 
 

@@ -236,6 +236,12 @@ class _Retargeting:
         differing = list(deviations(undecided, preset, self._same))
         is_kept = self._plan is None
         self._findings += deviation_findings(differing, preset, is_kept=is_kept)
+        if preset.is_without_plan:
+            message = (
+                "the run that wrote the checkpoint did not follow transformers' tensor-parallel "
+                "plan of the model; the next one must not either"
+            )
+            self._findings.append(Finding("note", "without-plan", message))
         kept = {source.name for source in differing} if is_kept else set()
         for source in undecided:
             if source.name not in kept and source.layout.unit_bits is None:

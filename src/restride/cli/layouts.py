@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ __all__ = ["command"]
 
 
 class _Catalogue(click.Group):
-    """A group with one command for each layout of the catalogue."""
+    """A group with one command for each layout of the catalogue, and one for a checkpoint."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
@@ -36,11 +37,20 @@ class _Catalogue(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         del ctx
         entry = CATALOGUE.get(cmd_name)
-        return None if entry is None else _command_of(entry)
+        if entry is not None:
+            return _command_of(entry)
+        if os.sep not in cmd_name and not os.path.lexists(cmd_name):
+            return None
+        from restride.cli.cuts import command_for  # noqa: PLC0415 - the catalogue reads no files
+
+        return command_for(cmd_name)
 
 
 @click.group(
-    "layouts", cls=_Catalogue, invoke_without_command=True, subcommand_metavar="[NAME] [OPTIONS]..."
+    "layouts",
+    cls=_Catalogue,
+    invoke_without_command=True,
+    subcommand_metavar="[NAME | CHECKPOINT] [OPTIONS]...",
 )
 @json_option
 @click.pass_context
@@ -48,7 +58,8 @@ def command(context: click.Context, *, as_json: bool) -> None:
     """The catalogue of known layouts, drawn as pieces.
 
     Without NAME, lists them. With NAME alone, draws a small example; with the options of that
-    layout, draws, proves and prints yours.
+    layout, draws, proves and prints yours. With a CHECKPOINT and --tp, shows how another number of
+    tensor-parallel ranks would cut it, and what decides that.
     """
     if context.invoked_subcommand is not None:
         return
@@ -62,8 +73,9 @@ def command(context: click.Context, *, as_json: bool) -> None:
         rows = [[f"  {entry.name:<{width}}", entry.summary] for entry in entries]
         page.table([Column(""), Column("")], rows)
         page.line()
-    page.line("restride layouts NAME         draws a small example")
-    page.line("restride layouts NAME --help  lists its options")
+    page.line("restride layouts NAME               draws a small example")
+    page.line("restride layouts NAME --help        lists its options")
+    page.line("restride layouts CHECKPOINT --tp N  shows how N ranks would cut it")
 
 
 def _command_of(entry: Entry) -> click.Command:

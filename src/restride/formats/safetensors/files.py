@@ -12,8 +12,8 @@ import msgspec
 from restride.checkpoint.catalog import Finding
 from restride.errors import CorruptError, ExecutionError, FormatError
 from restride.formats.safetensors.spelling import INDEX_SUFFIX, SUFFIX
-from restride.formats.safetensors.strict_json import parse_object
 from restride.storage.ranges import RangeFile
+from restride.storage.strict_json import parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

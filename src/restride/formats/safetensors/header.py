@@ -14,7 +14,7 @@ from restride.formats.safetensors.spelling import (
     LARGEST_HEADER_NBYTES,
     METADATA_KEY,
 )
-from restride.formats.safetensors.strict_json import converted, parse_object
+from restride.storage.strict_json import converted, parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

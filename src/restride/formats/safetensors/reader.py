@@ -19,8 +19,8 @@ from restride.errors import CorruptError
 from restride.formats.safetensors.files import list_files
 from restride.formats.safetensors.header import HeaderTensor, read_header
 from restride.formats.safetensors.spelling import split_state, whole_layout
-from restride.formats.safetensors.strict_json import parse_object
 from restride.storage.ranges import RangeFile
+from restride.storage.strict_json import parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,0 +1,47 @@
+"""Options that say how the next run is cut."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["cut_options"]
+
+_Decorated = TypeVar("_Decorated", bound="Callable[..., object]")
+
+
+def cut_options(command: _Decorated) -> _Decorated:
+    """Add ``--config``, ``--rules``, ``--plan`` and ``--grain`` to a command that has ``--tp``."""
+    options = (
+        click.option(
+            "--config",
+            metavar="FILE",
+            help="config.json of the model. Default: the one in the folder of the checkpoint, or "
+            "beside it.",
+        ),
+        click.option(
+            "--rules",
+            metavar="FILE",
+            help="Rules of your own, in TOML: which parameters are cut by which layout.",
+        ),
+        click.option(
+            "--plan/--no-plan",
+            default=None,
+            help="Whether the next run follows transformers' tensor-parallel plan. Default: as the "
+            "run did that wrote the checkpoint, whose cut is then kept to.",
+        ),
+        click.option(
+            "--grain",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="tp_grain_size of the next run. Default: as the checkpoint's own configuration "
+            "says.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -1,0 +1,234 @@
+"""`restride layouts CHECKPOINT --tp N`: how the next run would cut a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from restride.algebra.signature import same_layout
+from restride.api import open as open_checkpoint
+from restride.layouts.presets import autotp_layouts
+from restride.targets import Cut, find_cut
+from restride.testing.command_line import SAMPLE, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CODEGEN = {"model_type": "codegen", "n_head": 16, "n_embd": 32, "tie_word_embeddings": False}
+QKV = "transformer.h.0.attn.qkv_proj.weight"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The sample in the folder `ckpt` of the working directory; it has no config.json."""
+    shutil.copytree(SAMPLE, tmp_path / "ckpt")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "ckpt"
+
+
+def write(path: Path, value: object) -> Path:
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return path
+
+
+def line_of(out: str, name: str) -> str:
+    (line,) = (line for line in out.splitlines() if line.startswith(name))
+    return line
+
+
+def test_each_kind_of_parameter_is_one_line_with_what_decides(checkpoint: Path) -> None:
+    write(checkpoint / "config.json", CODEGEN)
+
+    ran = run("layouts", "ckpt", "--tp", "4")
+
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert lines[:3] == [
+        "ckpt: deepspeed zero-1, written by 4 ranks (dp=2,tp=2)",
+        "for 4 tensor-parallel ranks:",
+        "",
+    ]
+    assert lines[3].split() == ["tensor", "count", "shape", "is", "becomes", "shards", "how"]
+    assert (
+        f"{QKV}      1  96x32   codegen-qkv over tp  codegen-qkv over tp  24x32   "
+        "preset codegen without its plan"
+    ) in lines
+    assert lines[-2] == "note: the model is taken from ckpt/config.json: codegen [model-config]"
+    assert lines[-1].endswith("the next one must not either [without-plan]")
+
+
+def test_machines_get_the_shards_of_every_rank(checkpoint: Path) -> None:
+    config = write(checkpoint.parent / "model.json", CODEGEN)
+
+    content = run("layouts", checkpoint, "--tp", "4", "--config", config, "--json").json
+
+    kinds: dict[str, Any] = {kind["pattern"]: kind for kind in content["kinds"]}
+    assert content["tp"] == 4
+    assert kinds["transformer.h.*.attn.qkv_proj.weight"] == {
+        "pattern": "transformer.h.*.attn.qkv_proj.weight",
+        "tensors": [QKV],
+        "shape": [96, 32],
+        "before": "codegen-qkv over tp",
+        "after": "codegen-qkv over tp",
+        "shards": [[24, 32]] * 4,
+        "how": "preset codegen without its plan",
+    }
+    names = [name for kind in content["kinds"] for name in kind["tensors"]]
+    assert names == [tensor.name for tensor in open_checkpoint(checkpoint).tensors]
+
+
+def test_uneven_shards_are_counted(checkpoint: Path) -> None:
+    rules = write(
+        checkpoint.parent / "my.toml",
+        'format = "restride-rules/1"\nrest = "whole"\n'
+        '[[rules]]\nmatch = "**.fc_in.weight"\nlayout = "column"\nheads = 2\ngrain = 64\n'
+        '[[rules]]\nmatch = "**.fc_in.bias"\nlayout = "split"\nsizes = [100, 20, 8]\n',
+    )
+
+    out = run("layouts", "ckpt", "--tp", "3", "--rules", rules).out
+
+    assert "64x32, 64x32" not in out
+    assert "2 of 64x32, 0x32  rule" in out
+    assert "100, 20, 8        rule" in out
+
+
+@pytest.mark.parametrize("place", ["ckpt/config.json", "config.json"])
+def test_the_config_is_found_in_the_checkpoint_or_beside_it(checkpoint: Path, place: str) -> None:
+    write(checkpoint.parent / place, CODEGEN)
+    catalog = open_checkpoint(checkpoint)
+
+    found = find_cut(catalog, Cut(4))
+
+    shapes = {tensor.name: tensor.layout.full_shape for tensor in catalog.tensors}
+    wanted = autotp_layouts(CODEGEN, shapes, mesh={"tp": 4}, plan=False)
+    assert [name for name in wanted if not same_layout(found.layouts[name], wanted[name])] == []
+
+
+def test_a_tag_opened_by_itself_finds_the_config_of_its_checkpoint(checkpoint: Path) -> None:
+    write(checkpoint / "config.json", CODEGEN)
+    tag = checkpoint / (checkpoint / "latest").read_text()
+
+    assert find_cut(open_checkpoint(tag), Cut(4)).how[QKV].startswith("preset codegen")
+
+
+def test_a_config_that_is_named_goes_before_one_that_is_found(checkpoint: Path) -> None:
+    write(checkpoint / "config.json", {"model_type": "codegen", "n_head": 5})
+    config = write(checkpoint.parent / "model.json", CODEGEN)
+
+    ran = run("layouts", "ckpt", "--tp", "4", "--config", config)
+
+    assert ran.code == 0
+    assert "model-config" not in ran.out
+
+
+def test_no_config_is_read_where_none_is_needed(checkpoint: Path) -> None:
+    write(checkpoint / "config.json", "{")
+
+    assert run("layouts", "ckpt", "--tp", "2").code == 0
+    assert run("layouts", "ckpt", "--tp", "1").code == 0
+
+
+def test_a_config_of_something_else_is_said_not_to_be_used(checkpoint: Path) -> None:
+    write(checkpoint / "config.json", {"train_batch_size": 8})
+    rules = write(
+        checkpoint.parent / "my.toml",
+        'format = "restride-rules/1"\nrest = "whole"\n[[rules]]\nmatch = "**"\nlayout = "row"\n',
+    )
+
+    ran = run("layouts", "ckpt", "--tp", "4", "--rules", rules)
+
+    assert "ckpt/config.json has no 'model_type'" in ran.out
+    assert ran.code == 0
+
+
+def test_a_user_may_follow_the_plan_against_the_checkpoint(checkpoint: Path) -> None:
+    write(checkpoint / "config.json", CODEGEN)
+
+    out = run("layouts", "ckpt", "--tp", "2", "--plan").out
+
+    assert line_of(out, QKV).endswith(" preset codegen")
+    assert "warning: tensor 'transformer.h.0.attn.qkv_proj.weight': the run that wrote" in out
+    assert "is fused and cut against its heads" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "ckpt/config.json: the JSON is damaged"),
+        ("[]", "ckpt/config.json: Expected `object`"),
+        ('{"model_type": "codegen", "model_type": "llama"}', "the key 'model_type' twice"),
+        ('{"model_type": "codegen", "a": NaN}', "NaN"),
+        ('{"model_type": "codegen", "a": ' + "[" * 9999 + "]" * 9999 + "}", "nested too deep"),
+        ('{"model_type": "codegen", "n_head": "16"}', "'n_head' is '16'"),
+        ('{"model_type": "codgen"}', "the nearest is 'codegen'"),
+        ('{"model_type": "llama"}', "the config is of another model"),
+        (" " * (16 << 20) + "{}", "larger than the limit of 16777216 bytes"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_refused(
+    checkpoint: Path, content: str, words: str
+) -> None:
+    write(checkpoint / "config.json", content)
+
+    ran = run("layouts", "ckpt", "--tp", "4")
+
+    assert ran.code == 2
+    assert ran.out == ""
+    assert words in ran.err
+
+
+def test_a_pipe_in_the_place_of_a_config_is_no_config(checkpoint: Path) -> None:
+    os.mkfifo(checkpoint / "config.json")
+
+    ran = run("layouts", "ckpt", "--tp", "4")
+
+    assert ran.err == "restride: ckpt/config.json: is not a regular file\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff", "my.toml: is no UTF-8 text"),
+        (b"rest = =", "my.toml: is no TOML"),
+        (b" " * (1 << 20) + b"x", "larger than the limit of 1048576 bytes"),
+        (b"", "my.toml: names None as its format"),
+    ],
+)
+def test_a_rule_file_that_is_none_is_refused(checkpoint: Path, content: bytes, words: str) -> None:
+    (checkpoint.parent / "my.toml").write_bytes(content)
+
+    ran = run("layouts", "ckpt", "--tp", "4", "--rules", "my.toml")
+
+    assert ran.code == 2
+    assert words in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "missing option '--tp'"),
+        (("--tp", "0"), "0 is not in the range x>=1"),
+        (("--tp", "4", "--grain", "0"), "0 is not in the range x>=1"),
+        (("--tp", "4", "--config", "none.json"), "none.json: cannot be opened"),
+        (("--tp", "4", "--no-plan"), "plan=False says how the preset"),
+        (("--tp", "4"), "give the config.json of the model (the names are those of codegen)"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_one_sentence(
+    checkpoint: Path, options: tuple[str, ...], words: str
+) -> None:
+    ran = run("layouts", checkpoint.name, *options)
+
+    assert (ran.code, ran.out) == (2, "")
+    assert words in ran.err
+    assert len(ran.err.splitlines()) == 1
+
+
+def test_a_path_that_is_not_there_is_named(checkpoint: Path) -> None:
+    ran = run("layouts", checkpoint / "nothing", "--tp", "4")
+
+    assert ran.err == f"restride: {checkpoint / 'nothing'}: no such file or folder\n"
