@@ -18,10 +18,12 @@ import pytest
 
 from restride.algebra.signature import same_layout
 from restride.arrays import extract
+from restride.checkpoint.retarget import retarget
 from restride.deepspeed import from_affine_map, from_affine_maps
 from restride.errors import RuleError
-from restride.layouts.presets import autotp_layouts
+from restride.layouts.presets import autotp_layouts, nearest_models
 from restride.storage.torch_zip import open_torch_zip
+from restride.testing.catalogs import catalog_of
 
 pytestmark = pytest.mark.interop
 
@@ -262,6 +264,35 @@ def test_a_tied_vocabulary_that_leaves_a_rank_without_rows_is_whole(peer, monkey
     embedding = "model.embed_tokens.weight"
     layouts = autotp_layouts(config_of(model), shapes_of(model), mesh={"tp": 4})
     assert layouts[embedding].shard_shape(0) == (3, 96)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_planned"),
+    [(family, True) for family in PLANNED]
+    + [(family, False) for family in (*PLANNED, *REFUSED_PLANS, *WITHOUT_PLAN)],
+)
+def test_what_two_ranks_wrote_is_cut_as_the_layers_of_four_are(
+    peer, monkeypatch, family, is_planned
+):
+    """The config alone, and the cut that there is, tell what the engine does on other ranks."""
+    geometry = GEOMETRIES[2]
+    stored = {
+        ranks: cut(peer, monkeypatch, build(peer, family, geometry), ranks, plan=is_planned)
+        for ranks in (2, 4)
+    }
+    model = build(peer, family, geometry)
+    names = list(shapes_of(model))
+    before = {name: from_affine_map(stored[2][f"^{re.escape(name)}$"]) for name in names}
+
+    found = retarget(catalog_of(before), tp=4, config=config_of(model))
+
+    for name in names:
+        wanted = from_affine_map(stored[4][f"^{re.escape(name)}$"])
+        assert same_layout(found.layouts[name], wanted), name
+    assert family in nearest_models(names)
+    kinds = {finding.kind for finding in found.findings}
+    assert kinds <= {"without-plan", "fused-cut"}
+    assert ("fused-cut" in kinds) == (family == "codegen" and is_planned)
 
 
 @pytest.mark.parametrize("family", REFUSED_PLANS)
