@@ -30,6 +30,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "data" / "deepspeed"
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
 BF16 = {"bf16": {"enabled": True}}
+FUSED = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}}
 
 # Every run: ranks, and what the model and the configuration have of their own.
@@ -80,6 +81,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "use_data_before_expert_parallelism": True,
             **EXPERTS,
         },
+    },
+    "numbered_groups_z0": {
+        "ranks": 2,
+        "groups": True,
+        "tied": True,
+        "frozen": True,
+        "config": {"zero_optimization": {"stage": 0}},
+    },
+    "numbered_fp32_z0": {
+        "ranks": 2,
+        "config": {"bf16": {"enabled": False}, "zero_optimization": {"stage": 0}},
+    },
+    "numbered_flat_z0": {
+        "ranks": 2,
+        "groups": True,
+        "tied": True,
+        "frozen": True,
+        "config": {"zero_optimization": {"stage": 0}, **FUSED},
+    },
+    "numbered_momentum_z0": {
+        "ranks": 2,
+        "momentum": True,
+        "config": {"zero_optimization": {"stage": 0}},
     },
     "partitioned_z3": {
         "ranks": 3,
@@ -249,12 +273,12 @@ def train(rank: int, variant: dict[str, Any], out: str) -> None:
     # The norm of the gradients adds them up in the order of the buffer, which the variants change.
     config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9, **BF16}
     config["gradient_clipping"] = 0.0
-    config |= variant["config"]
     optimizer = None
     if variant.get("momentum"):
         optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     else:
         config |= ADAM
+    config |= variant["config"]
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=None if optimizer else groups,
@@ -292,7 +316,7 @@ def save_reference(
         # Fragments are linked after the step of the first group, when the others have no state.
         engine.optimizer._hp_optimizer_states_linked = False  # noqa: SLF001
         engine.optimizer._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
-    reference = gather(engine, states)
+    reference = gather(engine, states) if stage else look_up(engine, states)
     if rank < tp_size:
         name = f"reference_tp{rank}" if tp_size > 1 else "reference"
         save_file(reference, f"{out}/{name}.safetensors")
@@ -313,6 +337,33 @@ def gather(engine: Any, states: list[str]) -> dict[str, Any]:
         if is_partitioned:
             with deepspeed.zero.GatheredParameters([parameter]):
                 found[f"{name}/weight"] = parameter.detach().float()
+    return {key: value.detach().clone().contiguous() for key, value in found.items()}
+
+
+def look_up(engine: Any, states: list[str]) -> dict[str, Any]:
+    """Read the states of an engine without ZeRO by the identity of its parameters."""
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    optimizer, found = engine.optimizer, {}
+    if hasattr(optimizer, "fp32_groups_flat"):  # one buffer for each group, in its order
+        for own, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            known = {"fp32": flat, **optimizer.optimizer.state[flat]}
+            start = 0
+            for parameter in own:
+                for state in ["fp32", *states]:
+                    part = known[state][start : start + parameter.numel()]
+                    found[f"{names[parameter]}/{state}"] = part.view(parameter.shape)
+                start += parameter.numel()
+    else:
+        masters = {parameter: parameter for parameter in names}
+        if hasattr(optimizer, "fp32_groups"):
+            groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+            masters = {own: master for pair in groups for own, master in zip(*pair, strict=True)}
+            optimizer = optimizer.optimizer
+        for parameter, master in masters.items():
+            if optimizer.state.get(master):
+                found[f"{names[parameter]}/fp32"] = master
+                for state in states:
+                    found[f"{names[parameter]}/{state}"] = optimizer.state[master][state]
     return {key: value.detach().clone().contiguous() for key, value in found.items()}
 
 

@@ -41,7 +41,7 @@ class Array:
     Attributes:
         dtype: Name of its element type.
         shape: Sizes.
-        content: Bytes of its storage.
+        content: Bytes of its storage. Arrays with the very same object share the storage.
         strides: Strides in elements, by default dense.
         base: Element of the storage where it starts.
     """
@@ -71,6 +71,7 @@ class _Writer:
     def __init__(self) -> None:
         self.storages: dict[str, bytes] = {}
         self._known: dict[object, str] = {}
+        self._arrays: dict[int, tuple[bytes, str]] = {}  # by identity; the object is kept alive
 
     def spell(self, value: Any) -> bytes:  # noqa: C901, PLR0911, PLR0912 - one line a type
         match value:
@@ -144,7 +145,10 @@ class _Writer:
         strides = array.strides or tuple(
             prod(array.shape[dim + 1 :]) for dim in range(len(array.shape))
         )
-        place = opcodes.storage(self._keep(array.content), numel, f"torch.{kind}Storage")
+        known = self._arrays.get(id(array.content))
+        if known is None:
+            known = self._arrays[id(array.content)] = array.content, self._keep(array.content)
+        place = opcodes.storage(known[1], numel, f"torch.{kind}Storage")
         return opcodes.tensor(place, array.shape, strides, base=array.base)
 
     def _keep(self, content: bytes) -> str:
