@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from restride.checkpoint.decisions import DEFAULT, read_rules
 from restride.checkpoint.selection import COPIED
 from restride.executors.drift import DriftTable, drift_findings
 from restride.executors.events import NullObserver, PlanFinished
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from restride.checkpoint.catalog import Catalog, Finding
+    from restride.checkpoint.decisions import Saying
     from restride.checkpoint.output import Output
     from restride.checkpoint.selection import States, Target
     from restride.executors.events import Observer
-    from restride.planning.plan import Replicas
     from restride.storage.atomic import AtomicDirectory
 
 __all__ = ["ConvertReport", "convert"]
@@ -66,7 +67,7 @@ def convert(
     dtype: str | None = None,
     max_shard_nbytes: int | None = None,
     budget_nbytes: int = _DEFAULT_BUDGET_NBYTES,
-    replicas: Replicas = "check",
+    replicas: Saying = DEFAULT,
     force: bool = False,
     observer: Observer | None = None,
 ) -> ConvertReport:
@@ -86,8 +87,11 @@ def convert(
         dtype: Type of the weights in safetensors, where it is not the one they were trained in.
         max_shard_nbytes: Largest file of safetensors; a larger model is split, with an index.
         budget_nbytes: Most memory for plan and buffers.
-        replicas: What to do where ranks hold different copies of the same elements: refuse, take
-            the lowest rank's, or take the mean.
+        replicas: What to do where ranks hold different copies of the same elements: refuse
+            (``"check"``), take that of the lowest rank (``"first"``), the mean (``"mean"``), or
+            that of one rank, by its number or by coordinates such as ``"tp=1"``. Or rules such as
+            ``[("*.c_attn.*", "mean"), ("lm_head.*", "tp=1")]``, names of tensors in which ``*``
+            stands for anything: the last that matches decides, the rest is checked.
         force: Replace a folder that is there.
         observer: Receives progress.
 
@@ -99,7 +103,8 @@ def convert(
         ExistsError: There is something at `out`.
         BudgetError: The budget is too small for any buffer.
         CoverageError: An element of a tensor is in no file.
-        ReplicaError: Replicas differ and `replicas` says to check.
+        PlanError: `replicas` names no rank or no tensor, or a rank that has no copy of something.
+        ReplicaError: Replicas differ and `replicas` does not say which counts.
     """
     started = time.perf_counter()
     catalog = open_catalog(path)
@@ -107,8 +112,17 @@ def convert(
         catalog, to=to, states=states, dtype=dtype, max_shard_nbytes=max_shard_nbytes
     )
     output = export.output
+    decided = read_rules(replicas, catalog)
     jobs = [
-        Job(chosen.tensor, chosen.state, chosen.entry, target.layout, target.regions, target.dtype)
+        Job(
+            chosen.tensor,
+            chosen.state,
+            chosen.entry,
+            target.layout,
+            target.regions,
+            target.dtype,
+            decided.decide(chosen.tensor, chosen.state),
+        )
         for chosen, target in zip(export.sources, output.tensors, strict=True)
     ]
     plan = plan_conversion(
@@ -116,7 +130,6 @@ def convert(
         jobs,
         budget_nbytes=budget_nbytes,
         workers=default_workers(),
-        replicas=replicas,
     )
     table = DriftTable(observer or NullObserver(), {})
     with atomic_directory(out, force=force, inputs=_inputs(catalog)) as directory:
@@ -135,7 +148,7 @@ def convert(
         findings=(
             *catalog.findings,
             *export.findings,
-            *drift_findings(catalog, table.totals(plan), decided=replicas),
+            *drift_findings(catalog, table.totals(plan), decided=decided),
         ),
     )
 

@@ -12,7 +12,8 @@ import restride
 from restride import api
 from restride.arrays.casts import cast
 from restride.checkpoint.dtypes import DTYPES
-from restride.errors import ExistsError, ReplicaError, UnsupportedError
+from restride.errors import ExistsError, PlanError, ReplicaError, UnsupportedError
+from restride.testing.command_line import SAMPLE
 from restride.testing.gather import gather, gather_all
 
 WITH_REFERENCE = [
@@ -156,12 +157,21 @@ def test_drifted_replicas_are_listed_by_check_and_refused_by_convert(shared, tmp
     weight = next(f for f in report.findings if f.details.get("state") == "fp32")
     assert (weight.details["ranks"], weight.details["different_numel"]) == ([0, 1], 2048)
     assert weight.details["largest"] == pytest.approx(0.002, rel=0.01)
-    with pytest.raises(ReplicaError, match="--replicas first or mean"):
+    with pytest.raises(ReplicaError, match="--replicas first or mean, or the rank whose copy"):
         api.convert(source, tmp_path / "out")
     assert files_below(tmp_path) == []
 
 
-@pytest.mark.parametrize("policy", ["first", "mean"])
+KV = {
+    "first": lambda shards: shards[0][-32:],
+    "mean": lambda shards: (shards[0][-32:] + shards[1][-32:]) / 2,
+    "tp=0": lambda shards: shards[0][-32:],
+    "tp=1": lambda shards: shards[1][-32:],
+    1: lambda shards: shards[1][-32:],
+}
+
+
+@pytest.mark.parametrize("policy", KV)
 def test_drifted_replicas_are_decided_as_the_user_says(policy, shared, tmp_path):
     source = shared / "checkpoints" / "gptbigcode_tp2_z1"
     name = "transformer.h.0.attn.c_attn.bias"
@@ -176,10 +186,47 @@ def test_drifted_replicas_are_decided_as_the_user_says(policy, shared, tmp_path)
         numel = entry.layout.shard_numel(rank)
         shards.append(np.fromfile(path, np.float32, numel, offset=region.start_nbytes))
     # The bias is 64 query elements of rank 0, then 32 key/value elements of both.
-    kv = shards[0][-32:] if policy == "first" else (shards[0][-32:] + shards[1][-32:]) / 2
     written = contents(tmp_path / "out")[f"{name}/fp32"].reshape(-1).view(np.float32)
-    assert np.array_equal(written, np.concatenate([shards[0][:64], kv]))
+    assert np.array_equal(written, np.concatenate([shards[0][:64], KV[policy](shards)]))
     assert {f.severity for f in report.findings} == {"warning"}
+    said = "dp=0,tp=1" if policy == 1 else policy
+    assert {f.details["decided"] for f in report.findings} == {said}
+
+
+def test_replicas_are_decided_by_pattern_and_the_report_says_how(shared, tmp_path):
+    source = shared / "checkpoints" / "gptbigcode_tp2_z1"
+    rules = [("*", "first"), ("*.bias", "mean"), ("*.h.1.*/exp_avg", "tp=1")]
+
+    report = api.convert(source, tmp_path / "out", states="all", replicas=rules)
+
+    decided = {
+        (f.details["tensor"], f.details["state"]): (f.details["decided"], f.details["ranks"])
+        for f in report.findings
+    }
+    attention = "transformer.h.{}.attn.c_attn.{}".format
+    assert len(decided) == 16
+    assert decided[attention(0, "weight"), "exp_avg"] == ("first", [0, 1])
+    assert decided[attention(1, "bias"), "fp32"] == ("mean", [0, 1])
+    assert decided[attention(1, "bias"), "exp_avg"] == ("tp=1", [1, 0])
+    written = contents(tmp_path / "out")
+    for rule, folder in (("first", "one"), ("mean", "two"), ("tp=1", "three")):
+        api.convert(source, tmp_path / folder, states="all", replicas=rule)
+        alone = contents(tmp_path / folder)
+        for (tensor, state), (policy, _) in decided.items():
+            key = tensor if state == "weight" else f"{tensor}/{state}"
+            if policy == rule:
+                assert np.array_equal(written[key], alone[key]), key
+
+
+def test_a_rank_that_holds_no_copy_of_something_is_refused_with_the_numbers(tmp_path):
+    """The master copies of the sample are cut over dp as well: no rank has them all."""
+    with pytest.raises(PlanError) as error:
+        api.convert(SAMPLE, tmp_path / "out", states="all", replicas="dp=0,tp=1")
+
+    words = ("fc_out.bias", "state 'fp32'", "dp=0,tp=1 has no copy of 32 of the 32 elements")
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert files_below(tmp_path) == []
+    assert api.convert(SAMPLE, tmp_path / "out", states="all", replicas="tp=1").files
 
 
 def test_codegen_cut_as_plain_rows_is_warned_about(shared):
@@ -260,12 +307,6 @@ def test_nothing_is_overwritten_without_being_asked(shared, tmp_path):
     assert (tmp_path / "out" / "precious").read_text() == "mine"
     api.convert(source, tmp_path / "out", force=True)
     assert files_below(tmp_path / "out") == ["model.safetensors"]
-
-
-def test_stages_that_cannot_be_read_are_refused_with_what_can(shared, tmp_path):
-    with pytest.raises(UnsupportedError, match="ZeRO-1, ZeRO-2 and ZeRO-3"):
-        api.convert(shared / "checkpoints" / "codegen_fused_tp2_z0", tmp_path / "out")
-    assert files_below(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["llama_tp2_z3", "mixtral_ep2_z3"])

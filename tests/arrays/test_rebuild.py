@@ -17,6 +17,7 @@ from restride.arrays import extract, rebuild
 from restride.errors import (
     CoverageError,
     LayoutError,
+    PlanError,
     ReplicaError,
     ShapeMismatchError,
     UnsupportedError,
@@ -188,8 +189,8 @@ def test_a_replica_that_is_cut_differently_is_compared():
         rebuild(CUT_DIFFERENTLY, shards)
     assert str(caught.value) == (
         "ranks 0, 1 hold different copies of 2 of 4 elements, the first at (2,): 3.0 on rank 0 "
-        "and 99.0 on rank 1, the largest difference is 96.0; decide with replicas='first' or "
-        "replicas='mean'"
+        "and 99.0 on rank 1, the largest difference is 96.0; decide with replicas='first', "
+        "'mean' or the rank that counts"
     )
 
 
@@ -220,6 +221,62 @@ def test_holders_that_nobody_declared_are_compared():
 
     with pytest.raises(ReplicaError, match="copies of 2 of 2 elements"):
         rebuild(layout, {0: np.array([1.0, 1.0]), 1: np.array([2.0, 2.0])})
+
+
+@given(layouts(with_scales=False), st.randoms(use_true_random=False), st.data())
+def test_a_chosen_rank_gives_its_copies_and_has_to_agree_with_itself_alone(layout, random, data):
+    """Against a walk over every copy of every element."""
+    shards = cut(layout, np.zeros(layout.full_shape, np.float32))
+    for shard in shards.values():
+        shard[...] = np.array([random.choice([1, 1, 1, 2]) for _ in range(shard.size)]).reshape(
+            shard.shape
+        )
+    rank = data.draw(st.integers(0, layout.rank_count - 1))
+    axes = list(layout.mesh.coordinates(rank).items())
+    at = data.draw(st.lists(st.sampled_from(axes), min_size=1, unique=True)) if axes else []
+    said = ",".join(f"{axis}={index}" for axis, index in at) or rank
+    expected, is_refused, is_torn = {}, False, False
+    for index, held in copies(layout).items():
+        chosen = [
+            shards[holder].reshape(-1)[place]
+            for holder, place, _ in held
+            if all(layout.mesh.coordinates(holder)[axis] == index for axis, index in at)
+        ]
+        everybody = [shards[holder].reshape(-1)[place] for holder, place, _ in held]
+        is_alone = len({holder for holder, *_ in held}) == 1
+        is_refused |= not chosen and not is_alone
+        counted = chosen or everybody
+        is_torn |= len(set(counted)) > 1
+        expected[index] = counted[0]
+
+    if is_refused:
+        event("no copy")
+        with pytest.raises(PlanError, match="has no copy of"):
+            rebuild(layout, shards, replicas=said)
+    elif is_torn:
+        event("chosen copies differ")
+        with pytest.raises(ReplicaError):
+            rebuild(layout, shards, replicas=said)
+    else:
+        event("chosen")
+        rebuilt = rebuild(layout, shards, replicas=said).reshape(-1)
+        assert {index: rebuilt[index] for index in expected} == expected
+
+
+def test_a_scaled_copy_is_taken_where_its_rank_is_chosen():
+    exact = Piece((Axis(2, 1, 0, 1),))
+    halved = Piece((Axis(2, 1, 0, 1),), rank_base=1, scale=Fraction(1, 2))
+    layout = Layout.of({"tp": 2}, (2,), [(2,)] * 2, [exact, halved])
+    shards = {0: np.array([1.0, 2.0]), 1: np.array([3.0, 4.0])}
+
+    assert rebuild(layout, shards, replicas="first").tolist() == [1, 2]
+    assert rebuild(layout, shards, replicas=1).tolist() == [6, 8]
+    assert rebuild(layout, shards, replicas="tp=0").tolist() == [1, 2]
+
+
+def test_a_chosen_rank_that_is_not_supplied_has_no_copy():
+    with pytest.raises(PlanError, match="has no copy of 4 of the 4 elements"):
+        rebuild(everywhere(3, 4), {0: np.zeros(4), 1: np.zeros(4)}, replicas=2)
 
 
 def test_a_shard_that_repeats_an_element_is_compared_with_itself():
@@ -417,7 +474,7 @@ def test_no_shards_at_all_are_refused():
 
 
 def test_an_unknown_policy_is_refused():
-    with pytest.raises(LayoutError, match="'check', 'first' or 'mean', got 'last'"):
+    with pytest.raises(PlanError, match="'last' does not say which copy counts; say check, first"):
         rebuild(ROWS, {0: np.zeros((2, 3))}, replicas="last")
 
 

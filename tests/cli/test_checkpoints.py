@@ -60,8 +60,12 @@ def test_a_finding_exits_with_one_and_is_told_once_per_line(tmp_path: Path) -> N
     finding = content["findings"][0]
     assert finding["kind"] == "replica-drift"
     assert finding["details"]["ranks"] == [0, 1]
+    assert finding["details"]["coordinates"] == [{"tp": 0}, {"tp": 1}]
     lines = for_people.out.splitlines()
-    assert lines[1] == f"error: {finding['message']} [replica-drift]"
+    assert lines[1] == "error: ranks hold different copies in 1 array of 1 tensor [replica-drift]"
+    assert " ".join(lines[3].split()) == (
+        "transformer.ln_f.bias 1 tp=0 and tp=1 1 of 5 1 of 32 7.63e-06 (weight)"
+    )
     assert lines[-1] == "1 error in 65 arrays"
 
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
+from restride import Axis, Layout, Piece
+from restride.algebra.copies import CopyAt
 from restride.algebra.mesh import as_mesh
 from restride.checkpoint.dtypes import DTYPES
-from restride.errors import BudgetError, ExecutionError, ReplicaError, UnsupportedError
+from restride.errors import (
+    BudgetError,
+    ExecutionError,
+    PlanError,
+    ReplicaError,
+    UnsupportedError,
+)
 from restride.executors.drift import DriftTable
 from restride.executors.events import NullObserver
 from restride.executors.serial import SerialExecutor
@@ -20,6 +30,7 @@ from restride.layouts import permuted, replicated, split
 from restride.planning.conversion import plan_comparison, plan_conversion, whole_layout
 from restride.planning.plan import BUFFERS_PER_WORKER, Plan
 from restride.testing.moving import MemoryFiles, expected_shards, job_between, store
+from restride.testing.oracles import walk_relation
 from restride.testing.strategies import layout_pairs
 
 EXECUTORS = [SerialExecutor, StreamingExecutor]
@@ -33,8 +44,8 @@ def patterns(numel, dtype="uint32"):
 
 
 def convert(executor, source, target, dtype, *, budget=BUDGET, replicas="check", observer=None):
-    job, sizes = job_between(source, target, dtype)
-    plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=2, replicas=replicas)
+    job, sizes = job_between(source, target, dtype, replicas)
+    plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=2)
     out = MemoryFiles([b"\xff" * size for size in sizes])
     executor().execute(plan, MemoryFiles(source.contents), out, observer or NullObserver())
     return plan, out
@@ -157,6 +168,76 @@ def test_mean_changes_only_the_elements_that_differ(executor):
     assert np.array_equal(written[changed], (values[changed] + other[changed]) / 2)
     kept = [1, 2, 4]
     assert written[kept].tobytes() == values[kept].tobytes()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@given(pair=layout_pairs(with_scales=False), data=st.data())
+def test_a_chosen_rank_gives_its_copies_and_has_to_agree_with_itself_alone(executor, pair, data):
+    """Against a walk over every copy of every element, in files of any layout to any other."""
+    target, source = pair
+    draw = data.draw(st.randoms(use_true_random=False))
+    state = store(source, DTYPES["uint8"], np.zeros(source.full_numel, np.uint8))
+    contents = [
+        content[:24] + bytes(draw.choice([1, 1, 1, 2]) for _ in content[24:])
+        for content in state.contents
+    ]
+    state = type(state)(state.entry, state.files, tuple(contents))
+    rank = data.draw(st.integers(0, source.rank_count - 1))
+    axes = list(source.mesh.coordinates(rank).items())
+    at = CopyAt(tuple(data.draw(st.lists(st.sampled_from(axes), unique=True))) if axes else ())
+    held = defaultdict(list)
+    for element, holder, place, _ in walk_relation(source):
+        held[element].append((holder, contents[holder][24 + place]))
+    full = np.zeros(source.full_numel, np.uint8)
+    is_refused = is_torn = False
+    for element, copies in held.items():
+        chosen = [value for holder, value in copies if at.is_at(source.mesh, holder)]
+        is_refused |= not chosen and len({holder for holder, _ in copies}) > 1
+        counted = chosen or [value for _, value in copies]
+        is_torn |= len(set(counted)) > 1
+        full[element] = counted[0]
+
+    def run():
+        return convert(executor, state, target, DTYPES["uint8"], replicas=at)[1]
+
+    if is_refused:
+        event("no copy")
+        with pytest.raises(PlanError, match=r"state 'weight': .*has no copy of"):
+            run()
+    elif is_torn:
+        event("chosen copies differ")
+        with pytest.raises(ReplicaError):
+            run()
+    else:
+        event("chosen")
+        wanted = [shard.tobytes() for shard in expected_shards(target, full)]
+        assert [bytes(content) for content in run().contents] == wanted
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_drift_of_a_chosen_rank_is_told_from_its_side(executor):
+    source, _, other = drifted()
+    table = DriftTable(NullObserver(), {})
+    last = CopyAt((("tp", 1),))
+
+    _, out = convert(
+        executor, source, whole_layout((6,)), DTYPES["float32"], replicas=last, observer=table
+    )
+
+    assert bytes(out.contents[0]) == other.tobytes()
+    (row,) = table.rows.values()
+    assert (row.ranks, row.numel, row.different_numel) == ((1, 0), 6, 3)
+
+
+def test_only_a_scaled_copy_of_a_chosen_rank_cannot_be_read_as_it_is():
+    exact = Piece((Axis(2, 1, 0, 1),))
+    halved = Piece((Axis(2, 1, 0, 1),), rank_base=1, scale=Fraction(1, 2))
+    layout = Layout.of({"tp": 2}, (2,), [(2,)] * 2, [exact, halved])
+    source = store(layout, DTYPES["uint8"], patterns(2, "uint8"))
+    last = CopyAt((("tp", 1),))
+
+    with pytest.raises(PlanError, match="tp=1 has no copy that can be read as it is"):
+        convert(SerialExecutor, source, whole_layout((2,)), DTYPES["uint8"], replicas=last)
 
 
 def test_a_mean_of_integers_is_refused():

@@ -102,10 +102,9 @@ def test_differences_means_and_casts_stay_inside_the_projected_memory(name, to, 
     full = random_words(1 << 17, DTYPES[name], 0)
     layouts.append((store(split((512, 256), mesh={"tp": 4}, dim=1), DTYPES[name], full), "check"))
     for source, replicas in layouts:
-        job, sizes = job_between(source, whole_layout(source.entry.layout.full_shape), DTYPES[to])
-        plan = plan_conversion(
-            source.files, [job], budget_nbytes=1 << 20, workers=1, replicas=replicas
-        )
+        target = whole_layout(source.entry.layout.full_shape)
+        job, sizes = job_between(source, target, DTYPES[to], replicas)
+        plan = plan_conversion(source.files, [job], budget_nbytes=1 << 20, workers=1)
         reader, out = MemoryFiles(source.contents), MemoryFiles([bytes(size) for size in sizes])
         SerialExecutor().execute(plan, reader, out, NullObserver())  # imports and caches are made
 
@@ -119,12 +118,10 @@ def test_differences_means_and_casts_stay_inside_the_projected_memory(name, to, 
 
 def test_the_numbers_of_a_drift_do_not_depend_on_the_budget():
     source = drifted((64, 64), DTYPES["float32"], every=4096)
-    job, sizes = job_between(source, whole_layout((64, 64)), DTYPES["float32"])
+    job, sizes = job_between(source, whole_layout((64, 64)), DTYPES["float32"], "first")
     found = []
     for budget in (SMALLEST + 8192, 1 << 20):
-        plan = plan_conversion(
-            source.files, [job], budget_nbytes=budget, workers=1, replicas="first"
-        )
+        plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=1)
         table = DriftTable(NullObserver(), {})
         out = MemoryFiles([bytes(size) for size in sizes])
         StreamingExecutor().execute(plan, MemoryFiles(source.contents), out, table)
@@ -152,8 +149,8 @@ def test_a_refusal_names_the_coordinates_of_the_tensor_also_for_a_target_that_is
 
 def test_a_mean_of_integers_that_agree_is_what_they_are():
     source = store(replicated((8,), mesh={"tp": 3}), DTYPES["int32"], np.arange(8, dtype="u4"))
-    job, sizes = job_between(source, whole_layout((8,)), DTYPES["int32"])
-    plan = plan_conversion(source.files, [job], budget_nbytes=1 << 20, workers=1, replicas="mean")
+    job, sizes = job_between(source, whole_layout((8,)), DTYPES["int32"], "mean")
+    plan = plan_conversion(source.files, [job], budget_nbytes=1 << 20, workers=1)
     out = MemoryFiles([bytes(size) for size in sizes])
 
     SerialExecutor().execute(plan, MemoryFiles(source.contents), out, NullObserver())

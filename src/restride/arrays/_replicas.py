@@ -38,12 +38,15 @@ class Holding:
         shard: The shard.
         block: From the shard into the full tensor.
         scale: Exact factor: ``shard == full * scale``.
+        is_overruled: Whether another rank was chosen: where that has the element, the copy here may
+            be any.
     """
 
     rank: int
     shard: Array
     block: Block
     scale: Fraction
+    is_overruled: bool = False
 
 
 @dataclass(slots=True)
@@ -94,7 +97,7 @@ class Drift:
             different_numel=self.numel,
             largest=self.largest,
             first_index=self.first_index,
-            remedy="decide with replicas='first' or replicas='mean'",
+            remedy="decide with replicas='first', 'mean' or the rank that counts",
         )
 
 
@@ -109,7 +112,8 @@ def find_drift(
 
     Args:
         framework: Whose arrays.
-        holdings: All of them, preferred ones first.
+        holdings: All of them, preferred ones first. Of those that are overruled only elements
+            count that no other holding has.
         full: The tensor put together from the preferred copies.
         is_checked: Whether copies that cannot be compared must be refused.
 
@@ -118,6 +122,7 @@ def find_drift(
             `is_checked`.
     """
     drift = Drift(_numel(full))
+    settled = _settled(holdings, full)
     groups: dict[Fraction, list[Holding]] = {}
     for holding in holdings:
         groups.setdefault(holding.scale, []).append(holding)
@@ -128,11 +133,11 @@ def find_drift(
             reference = framework.empty(full, tuple(full.shape))
             for holding in reversed(group):
                 _write(framework, holding, reference)
-        _compare(framework, group, reference, drift)
+        _compare(framework, group, reference, drift, settled)
         if scale != 1 and exact is not None and exact.any():
-            _compare_scaled(framework, group, full, exact, drift)
+            _compare_scaled(framework, group, full, exact, drift, settled)
     if is_checked and exact is not None:
-        _require_comparable(groups, full, exact)
+        _require_comparable(groups, full, exact, settled)
     if not drift.ranks:
         return None
     owners = np.full(drift.full_numel, -1, np.int64)
@@ -177,7 +182,11 @@ def average(framework: Framework, holdings: Sequence[Holding], full: Array, drif
 
 
 def _compare(
-    framework: Framework, group: Sequence[Holding], reference: Array, drift: Drift
+    framework: Framework,
+    group: Sequence[Holding],
+    reference: Array,
+    drift: Drift,
+    settled: NDArray[np.bool_] | None,
 ) -> None:
     for number, holding in enumerate(group):
         if number == 0 and len(tuple(injective_parts(holding.block))) == 1:
@@ -186,7 +195,9 @@ def _compare(
             for chunk in chunks(tuple(pair.source.shape), _COMPARED_NUMEL):
                 mine, other = pair.target[chunk], pair.source[chunk]
                 where = framework.differing(mine, other)
-                if where is not None:
+                if where is not None and holding.is_overruled and settled is not None:
+                    where &= ~_place(settled, pair)[chunk]
+                if where is not None and where.any():
                     indices = _flat_indices(where, pair, chunk)
                     _record(framework, drift, holding.rank, mine, other, where, indices)
 
@@ -197,6 +208,7 @@ def _compare_scaled(
     full: Array,
     exact: NDArray[np.bool_],
     drift: Drift,
+    settled: NDArray[np.bool_] | None,
 ) -> None:
     for holding in group:
         for pair in views(framework, holding.shard, full, holding.block):
@@ -204,24 +216,31 @@ def _compare_scaled(
             where = framework.differing(expected, pair.source)
             if where is not None:
                 where &= _place(exact, pair)
+                if holding.is_overruled and settled is not None:
+                    where &= ~_place(settled, pair)
                 if where.any():
                     indices = _flat_indices(where, pair, ())
                     _record(framework, drift, holding.rank, expected, pair.source, where, indices)
 
 
 def _require_comparable(
-    groups: dict[Fraction, list[Holding]], full: Array, exact: NDArray[np.bool_]
+    groups: dict[Fraction, list[Holding]],
+    full: Array,
+    exact: NDArray[np.bool_],
+    settled: NDArray[np.bool_] | None,
 ) -> None:
     scales = np.zeros(exact.size, np.int64)
     for scale, group in groups.items():
         if scale != 1:
-            scales += _held(group, full)
+            scales += _held((h for h in group if not h.is_overruled), full)
+            overruled = _held((h for h in group if h.is_overruled), full)
+            scales += overruled if settled is None else overruled & ~settled
     alone = (scales > 1) & ~exact
     if alone.any():
         raise UnsupportedError(
             f"{np.count_nonzero(alone)} elements are held with different scales and nowhere "
             "exactly, so their copies cannot be compared bit for bit",
-            remedy="decide with replicas='first' or replicas='mean'",
+            remedy="decide with replicas='first' or 'mean', or one rank of them",
         )
 
 
@@ -258,6 +277,13 @@ def _flat_indices(
     for coordinates, stride in zip(np.nonzero(where), pair.place.strides, strict=True):
         indices += coordinates * stride
     return indices
+
+
+def _settled(holdings: Sequence[Holding], full: Array) -> NDArray[np.bool_] | None:
+    """For each full element, whether a rank that was chosen has it; None where none was."""
+    if not any(holding.is_overruled for holding in holdings):
+        return None
+    return _held((holding for holding in holdings if not holding.is_overruled), full)
 
 
 def _held(holdings: Iterable[Holding], full: Array) -> NDArray[np.bool_]:

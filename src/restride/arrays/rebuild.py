@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
+from restride.algebra.copies import CopyAt, as_replicas, require_copies
 from restride.algebra.coverage import Covered, explain, prove, replication, require_covered
 from restride.arrays._blocks import injective_parts, views
-from restride.arrays._checks import admit_shards, block_of, copy_scaled, require_unscaled_state
+from restride.arrays._checks import (
+    admit_out,
+    admit_shards,
+    block_of,
+    copy_scaled,
+    require_unscaled_state,
+)
 from restride.arrays._replicas import Holding, average, find_drift
-from restride.errors import CoverageError, LayoutError
+from restride.errors import CoverageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -18,17 +25,16 @@ if TYPE_CHECKING:
     from restride.arrays._blocks import Side
     from restride.arrays._frameworks import Array
 
-__all__ = ["Replicas", "rebuild"]
-
-Replicas: TypeAlias = Literal["check", "first", "mean"]
+__all__ = ["rebuild"]
 
 
 def rebuild(
     layout: Layout,
     shards: Mapping[int, Array],
     *,
-    replicas: Replicas = "check",
+    replicas: str | int = "check",
     state: str = "weight",
+    out: Array | None = None,
 ) -> Array:
     """Put a full tensor together from the shards of its ranks.
 
@@ -39,21 +45,26 @@ def rebuild(
         replicas: What to do where several shards hold an element: ``"check"`` compares all copies
             bit for bit, so that equal NaNs are equal and +0.0 and -0.0 are not; ``"first"`` takes
             the one of the lowest rank; ``"mean"`` averages copies that differ, in float64, rounded
-            once. An exact copy is preferred to a scaled one.
+            once. An exact copy is preferred to a scaled one. A rank, by number or by coordinates
+            such as ``"tp=1"``, takes its copies of whatever several ranks hold; where coordinates
+            leave several ranks, their copies must be the same.
         state: What the tensor holds of its parameter. Only a layout with scales asks.
+        out: Where to write: a contiguous array of the full shape and the shards' kind, dtype and
+            device, without memory in common with them. It is written before copies are compared.
 
     Returns:
-        A new contiguous array of the shards' kind, dtype and device, without gradient. A scaled
-        copy is scaled back, which is exact only for powers of two.
+        `out`, or a new contiguous array of the shards' kind, dtype and device, without gradient.
+        A scaled copy is scaled back, which is exact only for powers of two.
 
     Raises:
         LayoutError: No shards are given, or one for a rank that is not on the mesh.
+        PlanError: `replicas` is nothing of that, or a rank that has no copy of something.
         ShapeMismatchError: A shard has another shape than the layout says.
-        UnsupportedError: Shards differ in dtype or device, or their dtype cannot be scaled back or
-            averaged as asked.
+        UnsupportedError: Shards differ in dtype or device, their dtype cannot be scaled back or
+            averaged as asked, or `out` is not what it must be.
         CoverageError: The shards that are given leave a hole, or the layout writes a shard address
             twice or not at all.
-        ReplicaError: Copies differ and the policy is ``"check"``.
+        ReplicaError: Copies differ that must be the same.
 
     Cost:
         One pass over the shards, a second one where elements are replicated and compared. Memory
@@ -67,37 +78,46 @@ def rebuild(
         >>> shards = {0: np.array([1.0, 2.0, 3.0]), 1: np.array([1.0, 2.5, 3.0])}
         >>> rebuild(everywhere, shards, replicas="mean")
         array([1.  , 2.25, 3.  ])
+        >>> rebuild(everywhere, shards, replicas="tp=1")
+        array([1. , 2.5, 3. ])
         >>> rebuild(everywhere, shards)
         Traceback (most recent call last):
         ...
         restride.errors.ReplicaError: ranks 0, 1 hold different copies of 1 of 3 elements, the \
 first at (1,): 2.0 on rank 0 and 2.5 on rank 1, the largest difference is 0.5; decide with \
-replicas='first' or replicas='mean'
+replicas='first', 'mean' or the rank that counts
     """
-    if replicas not in {"check", "first", "mean"}:
-        raise LayoutError(f"replicas are 'check', 'first' or 'mean', got {replicas!r}")
+    decided = as_replicas(replicas, layout.mesh)
     framework, admitted = admit_shards(layout, shards, "shard")
     require_unscaled_state((piece.scale for piece in layout.all_pieces), state)
     supplied = _supplied(layout, admitted)
-    full = framework.empty(next(iter(admitted.values())), layout.full_shape)
+    if isinstance(decided, CopyAt):
+        require_copies(decided, supplied)
+    full = admit_out(framework, out, layout.full_shape, admitted.values(), "out")
     holdings = [
-        Holding(rank, admitted[rank], block_of(piece).turned(), piece.scale)
+        Holding(
+            rank,
+            admitted[rank],
+            block_of(piece).turned(),
+            piece.scale,
+            is_overruled=isinstance(decided, CopyAt) and not decided.is_at(layout.mesh, rank),
+        )
         for rank in admitted
         for piece in layout.pieces(rank)
     ]
     # Copies that are preferred are written last. Sorting is stable: lower ranks come first.
-    holdings.sort(key=lambda holding: holding.scale != 1)
+    holdings.sort(key=lambda holding: (holding.is_overruled, holding.scale != 1))
     for holding in reversed(_outermost(holdings)):
         for part in reversed(tuple(injective_parts(holding.block))):
             for pair in views(framework, holding.shard, full, part):
                 copy_scaled(framework, pair, 1 / holding.scale)
-    if replicas != "first" and replication(supplied):
-        drift = find_drift(framework, holdings, full, is_checked=replicas == "check")
+    if decided != "first" and replication(supplied):
+        drift = find_drift(framework, holdings, full, is_checked=decided != "mean")
         if drift is not None:
-            if replicas == "check":
+            if decided != "mean":
                 raise drift.as_error(layout.full_shape)
             average(framework, holdings, full, drift)
-    return full
+    return full if out is None else out
 
 
 def _supplied(layout: Layout, ranks: Iterable[int]) -> Layout:

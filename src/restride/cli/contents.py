@@ -6,6 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from restride.algebra.serial import layout_to_json
+from restride.cli.drift import KIND as DRIFT
+from restride.cli.drift import show_drift
 from restride.cli.output import Column
 from restride.cli.picture import format_shape
 from restride.cli.sizes import format_count, format_size
@@ -103,9 +105,12 @@ def show_tensors(page: Page, catalog: Catalog) -> None:
 
 
 def show_findings(page: Page, findings: Iterable[Finding]) -> None:
-    """Write one line for each finding."""
+    """Write one line for each finding, then copies that differ as a table."""
+    findings = tuple(findings)
     for finding in findings:
-        page.line(f"{finding.severity}: {finding.message} [{finding.kind}]", _tone(finding))
+        if finding.kind != DRIFT:
+            page.line(f"{finding.severity}: {finding.message} [{finding.kind}]", _tone(finding))
+    show_drift(page, findings)
 
 
 def _tone(finding: Finding) -> Tone:

@@ -9,7 +9,7 @@ import click
 from restride import api
 from restride.cli.contents import finding_to_json, show_findings
 from restride.cli.exits import ExitCode
-from restride.cli.options import as_nbytes, json_option, memory_option
+from restride.cli.options import as_nbytes, as_replica_rules, json_option, memory_option
 from restride.cli.output import open_page, write_json
 from restride.cli.progress import open_progress
 from restride.cli.sizes import format_count, format_duration, format_rate, format_size
@@ -49,9 +49,12 @@ _MOST_SHOWN: Final = 12
 @memory_option
 @click.option(
     "--replicas",
-    type=click.Choice(["check", "first", "mean"]),
-    default="check",
-    help="Where ranks hold different copies: refuse (default), take the first, or take the mean.",
+    multiple=True,
+    metavar="[PATTERN=]COPY",
+    callback=as_replica_rules,
+    help="Where ranks hold different copies: check and refuse (default), first, mean, or the rank "
+    "that counts, as tp=1 or its number. With a PATTERN of names, such as '*.c_attn.*=mean', for "
+    "these tensors. May be repeated; the last that matches decides.",
 )
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @json_option
@@ -64,7 +67,7 @@ def command(
     dtype: str | None,
     max_shard_size: int | None,
     memory: int,
-    replicas: Literal["check", "first", "mean"],
+    replicas: tuple[tuple[str, str], ...],
     force: bool,
     as_json: bool,
 ) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import re
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 
@@ -11,8 +12,16 @@ from restride.cli.sizes import parse_size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["as_nbytes", "as_rules", "json_option", "memory_option", "states_option"]
+__all__ = [
+    "as_nbytes",
+    "as_replica_rules",
+    "as_rules",
+    "json_option",
+    "memory_option",
+    "states_option",
+]
 
+_COORDINATES: Final = re.compile(r"\w+=\d+(,\w+=\d+)*", re.ASCII)
 _Decorated = TypeVar("_Decorated", bound="Callable[..., object]")
 
 
@@ -44,6 +53,30 @@ def as_rules(
         if not old:
             raise click.BadParameter(f"{text!r} is no rule OLD=NEW", ctx=context, param=parameter)
         rules.append((old, new))
+    return tuple(rules)
+
+
+def as_replica_rules(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> tuple[tuple[str, str], ...]:
+    """Callback of an option ``[PATTERN=]COPY``: (pattern, copy), ``*`` where there is no pattern.
+
+    ``tp=1`` is a copy, and ``*.bias=tp=1`` a pattern with one: names of tensors have dots in them,
+    axes have none.
+
+    Raises:
+        click.BadParameter: There is nothing on one side of a sign of equality.
+    """
+    rules = []
+    for text in texts:
+        pattern, sign, copy = text.partition("=")
+        if _COORDINATES.fullmatch(text) or not sign:
+            pattern, copy = "*", text
+        if not pattern or not copy:
+            raise click.BadParameter(
+                f"{text!r} is no rule [PATTERN=]COPY", ctx=context, param=parameter
+            )
+        rules.append((pattern, copy))
     return tuple(rules)
 
 

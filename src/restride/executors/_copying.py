@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import gcd, prod
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from restride.checkpoint.dtypes import DType
-    from restride.planning.plan import Copy, Plan, RegionPlan, Step
+    from restride.planning.plan import Copy, Plan, RegionPlan, Step, StepFill
 
 __all__ = ["Reader", "StepBuffers", "fill_step"]
-
-# Replicas of one fill, the chosen one first: the rank, and where its elements are.
-_Replicas: TypeAlias = "tuple[tuple[int, tuple[Copy, ...]], ...]"
 
 # Reading over a gap costs its bytes at memory speed, skipping it costs a system call.
 _WORTHWHILE_GAP_NBYTES: Final = 8192
@@ -65,7 +62,7 @@ def fill_step(
         The bytes to write, in the target dtype.
 
     Raises:
-        ReplicaError: Replicas differ and the policy is to check.
+        ReplicaError: Replicas differ that must agree.
         ExecutionError: Reading failed.
     """
     region = step.region
@@ -73,8 +70,8 @@ def fill_step(
     if not step.is_filled:
         main[:] = 0
     for fill in step.fills:
-        _read(fill[0][1], main, reader, buffers)
-    shared = [fill for fill in step.fills if len(fill) > 1]
+        _read(fill.copies[0][1], main, reader, buffers)
+    shared = [fill for fill in step.fills if len(fill.copies) > 1]
     if len(shared) == 1 or not _agree(shared, main, reader, buffers):
         for fill in shared:
             _settle(step, fill, main, reader, buffers, on_drift)
@@ -84,15 +81,15 @@ def fill_step(
 
 
 def _agree(
-    fills: Sequence[_Replicas], main: NDArray[np.uint8], reader: Reader, buffers: StepBuffers
+    fills: Sequence[StepFill], main: NDArray[np.uint8], reader: Reader, buffers: StepBuffers
 ) -> bool:
     """Whether all replicas of all fills are alike, without a pass over the step for each fill."""
     replica = buffers.replica[: main.nbytes]
-    for number in range(1, max(map(len, fills), default=1)):
+    for number in range(1, max((len(fill.copies) for fill in fills), default=1)):
         replica[:] = main
         for fill in fills:
-            if number < len(fill):
-                _read(fill[number][1], replica, reader, buffers)
+            if number < len(fill.copies):
+                _read(fill.copies[number][1], replica, reader, buffers)
         if not _same(main, replica):
             return False
     return True
@@ -100,7 +97,7 @@ def _agree(
 
 def _settle(
     step: Step,
-    fill: _Replicas,
+    fill: StepFill,
     main: NDArray[np.uint8],
     reader: Reader,
     buffers: StepBuffers,
@@ -110,15 +107,15 @@ def _settle(
     region = step.region
     replica = buffers.replica[: main.nbytes]
     mean: _Mean | None = None
-    for number, (rank, copies) in enumerate(fill[1:], 1):
+    for number, (rank, copies) in enumerate(fill.copies[1:], 1):
         # Overlaying the replica on a copy compares exactly its elements, however they are strewn.
         replica[:] = main
         _read(copies, replica, reader, buffers)
         if not _same(main, replica):
             if region.replicas == "mean" and mean is None:
                 mean = _Mean(region, main, number)
-            drift = _difference(region, (fill[0][0], rank), copies, main, replica)
-            if region.replicas == "check":
+            drift = _difference(region, (fill.copies[0][0], rank), copies, main, replica)
+            if number < fill.agreeing:
                 raise _refusal(step, drift, main, replica)
             on_drift(drift)
         if mean is not None:
@@ -219,7 +216,8 @@ def _refusal(
         largest=drift.largest,
         first_index=full_index,
         where=f"tensor {drift.tensor!r}, state {drift.state!r}",
-        remedy="see the whole table with `restride check`, then decide: --replicas first or mean",
+        remedy="see the whole table with `restride check`, then decide: --replicas first or mean, "
+        "or the rank whose copy counts, as tp=1",
     )
 
 

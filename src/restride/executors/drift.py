@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from restride.checkpoint.catalog import Finding
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from restride.algebra.mesh import Mesh
     from restride.checkpoint.catalog import Catalog, Severity
+    from restride.checkpoint.decisions import ReplicaRules
     from restride.executors.events import (
         Observer,
         PlanFinished,
@@ -20,11 +21,9 @@ if TYPE_CHECKING:
         ReplicaDrift,
         StepFinished,
     )
-    from restride.planning.plan import Plan, Replicas
+    from restride.planning.plan import Plan
 
 __all__ = ["DriftTable", "drift_findings"]
-
-_DECIDED: Final = {"check": "the copy", "first": "the first rank's copy", "mean": "their mean"}
 
 
 @dataclass(slots=True)
@@ -85,35 +84,49 @@ def _larger(a: float | None, b: float | None) -> float | None:
 
 
 def drift_findings(
-    catalog: Catalog, rows: Iterable[ReplicaDrift], *, decided: Replicas | None = None
+    catalog: Catalog, rows: Iterable[ReplicaDrift], *, decided: ReplicaRules | None = None
 ) -> Iterator[Finding]:
-    """One finding for each array and pair of ranks that hold different copies."""
-    meshes = {
-        (tensor.name, state): entry.layout.mesh
+    """One finding for each array and pair of ranks that hold different copies.
+
+    Args:
+        catalog: The checkpoint.
+        rows: What was found.
+        decided: Which copies were taken, where something was made of them.
+    """
+    states = {
+        (tensor.name, state): (len(tensor.states), entry.layout.mesh)
         for tensor in catalog.tensors
         for state, entry in tensor.states.items()
     }
-    order = {array: place for place, array in enumerate(meshes)}
+    order = {array: place for place, array in enumerate(states)}
     for row in sorted(rows, key=lambda r: (order[r.tensor, r.state], r.ranks)):
-        mesh = meshes[row.tensor, row.state]
+        count, mesh = states[row.tensor, row.state]
         where = f"tensor {row.tensor!r}, state {row.state!r}"
-        ranks = " and ".join(f"{rank} ({_coordinates(mesh, rank)})" for rank in row.ranks)
+        first, other = (f"{rank} ({_coordinates(mesh, rank)})" for rank in row.ranks)
         largest = "" if row.largest is None else f", by up to {row.largest:.6g}"
+        holders = f"ranks {first} and {other} hold"
+        if row.ranks[0] == row.ranks[1]:
+            holders = f"rank {first} holds"
         message = (
-            f"{where}: ranks {ranks} hold different copies of {row.different_numel} "
+            f"{where}: {holders} different copies of {row.different_numel} "
             f"of {row.numel} elements{largest}"
         )
-        if decided is not None:
-            message += f"; written is {_DECIDED[decided]}"
-        details = {
+        details: dict[str, object] = {
             "tensor": row.tensor,
             "state": row.state,
+            "state_count": count,
             "ranks": list(row.ranks),
+            "coordinates": [mesh.coordinates(rank) for rank in row.ranks],
             "numel": row.numel,
             "different_numel": row.different_numel,
             # JSON has no infinity, which is how far a number is from no number.
             "largest": "inf" if row.largest == inf else row.largest,
         }
+        if decided is not None:
+            decision = decided.decide(row.tensor, row.state)
+            written = "their mean" if decision == "mean" else f"the copy of rank {first}"
+            message += f"; written is {written}"
+            details["decided"] = str(decision)
         severity: Severity = "error" if decided is None else "warning"
         yield Finding(severity, "replica-drift", message, where, details)
 

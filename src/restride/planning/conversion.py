@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
 from restride.algebra.compose import compose
+from restride.algebra.copies import CopyAt, require_copies
 from restride.algebra.coverage import Hole, explain, prove
 from restride.algebra.layout import Layout
 from restride.algebra.mesh import Mesh
@@ -20,13 +21,14 @@ from restride.errors import (
     RestrideError,
     UnsupportedError,
 )
-from restride.planning.plan import BUFFERS_PER_WORKER, Fill, Plan, RegionPlan, Replicas, Source
+from restride.planning.plan import BUFFERS_PER_WORKER, Fill, Plan, RegionPlan, Source
 from restride.planning.replicas import Way, blocks_of_target
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from restride.algebra._digits import Walk
+    from restride.algebra.copies import Replicas
     from restride.algebra.transfer import Transfers
     from restride.checkpoint.catalog import FileEntry, StateEntry
     from restride.checkpoint.dtypes import DType
@@ -56,6 +58,7 @@ class Job:
         target_regions: (file index, first byte) of each target rank's shard, None where the rank
             holds nothing.
         target_dtype: Type to write; a cast where it is not the source's.
+        replicas: What to do where several source ranks hold the same element.
     """
 
     tensor: str
@@ -64,6 +67,7 @@ class Job:
     target_layout: Layout
     target_regions: tuple[Region | None, ...]
     target_dtype: DType
+    replicas: Replicas = "check"
 
 
 def whole_layout(shape: tuple[int, ...]) -> Layout:
@@ -85,7 +89,6 @@ def plan_conversion(
     *,
     budget_nbytes: int,
     workers: int,
-    replicas: Replicas = "check",
 ) -> Plan:
     """Plan a conversion that fits a memory budget.
 
@@ -94,7 +97,6 @@ def plan_conversion(
         jobs: What to write. Targets do not overlap.
         budget_nbytes: Most memory that plan and buffers may take together.
         workers: Most steps to run at one time; fewer where the budget is small.
-        replicas: What to do where several source ranks hold the same element.
 
     Returns:
         Regions in target order, cut into steps.
@@ -102,7 +104,8 @@ def plan_conversion(
     Raises:
         BudgetError: Not even one worker with the smallest buffers fits.
         CoverageError: A source lacks elements.
-        PlanError: Two target regions overlap, or a rank that holds elements has none.
+        PlanError: Two target regions overlap, a rank that holds elements has none, or the ranks
+            whose copies were chosen hold none of some elements.
         UnsupportedError: A layout is scaled, or its unit is no whole number of bytes.
 
     Cost:
@@ -111,7 +114,7 @@ def plan_conversion(
     regions: list[RegionPlan] = []
     for job in jobs:
         try:
-            regions.extend(_regions(job, replicas))
+            regions.extend(_regions(job))
         except RestrideError as error:
             raise error.located(f"tensor {job.tensor!r}, state {job.state!r}") from error.__cause__
     regions.sort(key=lambda region: (region.target_file, region.target_start_nbytes))
@@ -143,9 +146,9 @@ def plan_comparison(
     regions: list[RegionPlan] = []
     for tensor, state, entry in states:
         layout = whole_layout(entry.layout.full_shape)
-        job = Job(tensor, state, entry, layout, (Region(-1, 0),), entry.dtype)
+        job = Job(tensor, state, entry, layout, (Region(-1, 0),), entry.dtype, "first")
         try:
-            (region,) = _regions(job, "first")
+            (region,) = _regions(job)
         except RestrideError as error:
             raise error.located(f"tensor {tensor!r}, state {state!r}") from error.__cause__
         fills = tuple(fill for fill in region.fills if len(fill.sources) > 1)
@@ -179,9 +182,9 @@ def plan_reading(
     regions: list[RegionPlan] = []
     for number, (tensor, state, entry) in enumerate(states):
         layout = whole_layout(entry.layout.full_shape)
-        job = Job(tensor, state, entry, layout, (Region(number, 0),), entry.dtype)
+        job = Job(tensor, state, entry, layout, (Region(number, 0),), entry.dtype, "first")
         try:
-            (region,) = _regions(job, "first")
+            (region,) = _regions(job)
         except RestrideError as error:
             raise error.located(f"tensor {tensor!r}, state {state!r}") from error.__cause__
         chosen = tuple(Fill(fill.sources[:1]) for fill in region.fills)
@@ -189,7 +192,7 @@ def plan_reading(
     return _sized(files, regions, budget_nbytes, workers)
 
 
-def _regions(job: Job, replicas: Replicas) -> Iterator[RegionPlan]:
+def _regions(job: Job) -> Iterator[RegionPlan]:
     if job.source.layout.unit_bits is not None or job.target_layout.unit_bits is not None:
         raise UnsupportedError(
             "units of less than an element cannot be converted between files yet"
@@ -198,7 +201,7 @@ def _regions(job: Job, replicas: Replicas) -> Iterator[RegionPlan]:
     for rank, region in enumerate(job.target_regions):
         if region is not None:
             fills = tuple(_fills(job, relation, rank))
-            yield _region(job, rank, region, fills, replicas)
+            yield _region(job, rank, region, fills)
         elif job.target_layout.pieces(rank):
             raise PlanError(f"rank {rank} of the target holds elements, but has no place for them")
 
@@ -215,9 +218,7 @@ def _require_apart(regions: Sequence[RegionPlan]) -> None:
             )
 
 
-def _region(
-    job: Job, rank: int, region: Region, fills: tuple[Fill, ...], replicas: Replicas
-) -> RegionPlan:
+def _region(job: Job, rank: int, region: Region, fills: tuple[Fill, ...]) -> RegionPlan:
     return RegionPlan(
         tensor=job.tensor,
         state=job.state,
@@ -230,7 +231,7 @@ def _region(
         target_dtype=job.target_dtype,
         fills=fills,
         step_numel=1,
-        replicas=replicas,
+        replicas=job.replicas,
     )
 
 
@@ -244,7 +245,28 @@ def _fills(job: Job, relation: Transfers, rank: int) -> Iterator[Fill]:
             raise CoverageError(explain(verdict, job.source.layout), verdict=verdict)
         raise LayoutError(f"the source fills {found} elements of a target that needs {needed}")
     for block in blocks:
-        yield Fill(tuple(_sources(job.source, block)))
+        yield _decided(job, block, tuple(_sources(job.source, block)))
+
+
+def _decided(job: Job, block: Block, sources: tuple[Source, ...]) -> Fill:
+    """Put the source that was chosen first, and say which others must hold the same."""
+    match job.replicas:
+        case "check":
+            return Fill(sources, len(sources))
+        case "first" | "mean":
+            return Fill(sources)
+        case CopyAt() as choice:
+            if len(block.holders) == 1:
+                # No rank to choose; where one holds an element twice, it has to agree with itself.
+                return Fill(sources, len(sources))
+            mesh = job.source.layout.mesh
+            chosen = tuple(source for source in sources if choice.is_at(mesh, source.rank))
+            if not chosen:
+                require_copies(choice, job.source.layout)
+                raise PlanError(f"{choice} has no copy that can be read as it is")
+            others = tuple(source for source in sources if not choice.is_at(mesh, source.rank))
+            return Fill((*chosen, *others), len(chosen))
+    assert_never(job.replicas)
 
 
 def _sources(entry: StateEntry, block: Block) -> Iterator[Source]:

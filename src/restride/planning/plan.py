@@ -9,7 +9,7 @@ first byte moves.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from restride.algebra._digits import Walk, restrict
 from restride.errors import BudgetError
@@ -17,12 +17,20 @@ from restride.errors import BudgetError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from restride.algebra.copies import Replicas
     from restride.algebra.layout import Layout
     from restride.checkpoint.dtypes import DType
 
-__all__ = ["BUFFERS_PER_WORKER", "Copy", "Fill", "Plan", "RegionPlan", "Replicas", "Source", "Step"]
-
-Replicas: TypeAlias = Literal["check", "first", "mean"]
+__all__ = [
+    "BUFFERS_PER_WORKER",
+    "Copy",
+    "Fill",
+    "Plan",
+    "RegionPlan",
+    "Source",
+    "Step",
+    "StepFill",
+]
 
 # What a worker holds at one time: the step, a replica to compare it with, the span of a strided
 # read, the same step in another dtype, and four temporaries while differences are computed.
@@ -70,9 +78,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Elements of a region and every replica of them; the first one is the chosen one."""
+    """Elements of a region and every replica of them.
+
+    Attributes:
+        sources: Every place where they are, the chosen one first.
+        agreeing: How many sources, from the first on, must hold the same; the others may differ.
+    """
 
     sources: tuple[Source, ...]
+    agreeing: int = 1
 
     @property
     def target_range(self) -> range:
@@ -85,6 +99,19 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True)
+class StepFill:
+    """The part of a fill that is in one step.
+
+    Attributes:
+        copies: For each source its rank and where its elements are, the chosen one first.
+        agreeing: As for the fill.
+    """
+
+    copies: tuple[tuple[int, tuple[Copy, ...]], ...]
+    agreeing: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Elements [start, stop) of a region, and how to fill them.
 
@@ -92,15 +119,14 @@ class Step:
         region: The region that the step is a part of.
         start: First element.
         stop: Element after the last one.
-        fills: Copies of each fill, chosen replica first, one tuple of copies a replica; the ranks
-            stand beside them.
+        fills: Where its elements come from.
         is_filled: Whether the fills leave no element out. What they leave out is padding.
     """
 
     region: RegionPlan
     start: int
     stop: int
-    fills: tuple[tuple[tuple[int, tuple[Copy, ...]], ...], ...]
+    fills: tuple[StepFill, ...]
     is_filled: bool
 
     @property
@@ -132,7 +158,7 @@ class RegionPlan:
         target_dtype: Type of the elements as they are written; a cast where it differs.
         fills: Where they come from. What no fill reaches is padding, and zero.
         step_numel: Elements of one step; the last may be shorter.
-        replicas: What to do where a fill has more than one source.
+        replicas: What was decided for elements that more than one rank holds.
     """
 
     tensor: str
@@ -202,12 +228,11 @@ class RegionPlan:
             restricted = [_restrict_all(source.walks, start, stop) for source in fill.sources]
             if restricted[0]:
                 filled += sum(_numel(walk) for walk in restricted[0])
-                fills.append(
-                    tuple(
-                        (source.rank, tuple(self._copy(source, walk, start) for walk in walks))
-                        for source, walks in zip(fill.sources, restricted, strict=True)
-                    )
+                copies = tuple(
+                    (source.rank, tuple(self._copy(source, walk, start) for walk in walks))
+                    for source, walks in zip(fill.sources, restricted, strict=True)
                 )
+                fills.append(StepFill(copies, fill.agreeing))
         return Step(self, start, stop, tuple(fills), filled == stop - start)
 
     def _copy(self, source: Source, walk: Walk, step_start: int) -> Copy:

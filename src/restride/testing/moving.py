@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from restride.algebra.copies import Replicas
     from restride.algebra.layout import Layout
     from restride.checkpoint.dtypes import DType
 
@@ -88,8 +89,10 @@ def expected_shards(
     return shards
 
 
-def job_between(source: StoredState, target: Layout, dtype: DType) -> tuple[Job, list[int]]:
+def job_between(
+    source: StoredState, target: Layout, dtype: DType, replicas: Replicas = "check"
+) -> tuple[Job, list[int]]:
     """A job that writes one file a target rank, and the sizes of those files."""
     sizes = [target.shard_numel(rank) * dtype.itemsize_nbytes for rank in range(target.rank_count)]
     regions = tuple(Region(rank, 0) if size else None for rank, size in enumerate(sizes))
-    return Job("wte", "weight", source.entry, target, regions, dtype), sizes
+    return Job("wte", "weight", source.entry, target, regions, dtype, replicas), sizes

@@ -1,0 +1,96 @@
+"""Which copy counts where ranks hold different ones, decided for each array by the name it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from restride.algebra.copies import as_replicas
+from restride.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from restride.algebra.copies import Replicas
+    from restride.checkpoint.catalog import Catalog, TensorEntry
+
+__all__ = ["DEFAULT", "ReplicaRules", "Saying", "read_rules"]
+
+Saying: TypeAlias = "str | int | Sequence[tuple[str, str | int]]"
+"""A decision for everything, or (pattern, decision) rules of which the last that matches counts."""
+
+DEFAULT: Final = "check"
+_EVERYTHING: Final = "*"
+_MOST_NAMED: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRules:
+    """Decisions by pattern.
+
+    Attributes:
+        rules: (pattern, decision); the last pattern that matches decides.
+        aliases: Other names of tensors, which patterns match as well.
+    """
+
+    rules: tuple[tuple[str, Replicas], ...]
+    aliases: Mapping[str, tuple[str, ...]]
+
+    def decide(self, tensor: str, state: str) -> Replicas:
+        """Return what holds for one array.
+
+        A pattern with a ``/`` is for ``TENSOR/STATE``, any other for all states of a tensor.
+        """
+        names = tuple(_names(tensor, self.aliases.get(tensor, ()), (state,)))
+        for pattern, decision in reversed(self.rules):
+            if _matches(pattern, names):
+                return decision
+        return DEFAULT
+
+
+def read_rules(said: Saying, catalog: Catalog) -> ReplicaRules:
+    """Understand what is said of replicas for the arrays of a checkpoint.
+
+    Args:
+        said: One decision, as `as_replicas` takes it, or rules (pattern, decision). In a pattern
+            ``*`` stands for anything, ``?`` for one character and ``[ab]`` for one of these.
+            Numbers of ranks count on the mesh of the checkpoint.
+        catalog: The checkpoint.
+
+    Raises:
+        PlanError: A decision is none, there is no such rank, or a pattern matches nothing.
+    """
+    pairs = [(_EVERYTHING, said)] if isinstance(said, str | int) else list(said)
+    rules = tuple((pattern, as_replicas(decision, catalog.mesh)) for pattern, decision in pairs)
+    for pattern, _ in rules:
+        _require_used(pattern, catalog.tensors)
+    aliases = {tensor.name: tensor.aliases for tensor in catalog.tensors if tensor.aliases}
+    return ReplicaRules(rules, aliases)
+
+
+def _require_used(pattern: str, tensors: Sequence[TensorEntry]) -> None:
+    if pattern == _EVERYTHING:
+        return
+    if not any(
+        _matches(pattern, tuple(_names(tensor.name, tensor.aliases, tuple(tensor.states))))
+        for tensor in tensors
+    ):
+        some = ", ".join(tensor.name for tensor in tensors[:_MOST_NAMED])
+        raise PlanError(
+            f"no tensor of {len(tensors)} has a name like {pattern!r}, to decide its copies",
+            remedy=f"names here are {some}{', ...' if len(tensors) > _MOST_NAMED else ''}",
+        )
+
+
+def _names(tensor: str, aliases: Sequence[str], states: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for name in (tensor, *aliases):
+        yield (name, *(f"{name}/{state}" for state in states))
+
+
+def _matches(pattern: str, names: Sequence[Sequence[str]]) -> bool:
+    return any(
+        fnmatchcase(spelled, pattern)
+        for name, *keys in names
+        for spelled in (keys if "/" in pattern else (name,))
+    )
