@@ -6,18 +6,23 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from restride.checkpoint.catalog import Finding
+from restride.checkpoint.fused_cuts import FUSED_CUT, fused_findings
 from restride.checkpoint.proofs import prove_catalog
+from restride.errors import RestrideError
 from restride.executors.drift import DriftTable, drift_findings
 from restride.executors.events import NullObserver, PlanFinished
 from restride.executors.running import run_plan
 from restride.executors.sources import default_workers
 from restride.formats._registry import open_catalog
 from restride.planning.conversion import plan_comparison
+from restride.targets import find_config
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from os import PathLike
 
-    from restride.checkpoint.catalog import Catalog, Finding
+    from restride.checkpoint.catalog import Catalog
     from restride.executors.events import Observer
 
 __all__ = ["CheckReport", "check"]
@@ -71,7 +76,8 @@ def check(
     """
     started = time.perf_counter()
     catalog = open_catalog(path)
-    findings = [*catalog.findings, *prove_catalog(catalog)]
+    noticed = [finding for finding in catalog.findings if finding.kind != FUSED_CUT]
+    findings = [*noticed, *_fused(catalog), *prove_catalog(catalog)]
     # What a broken layout would read is not what the tensor is: compare the sound ones only.
     broken = {finding.where for finding in findings if finding.severity == "error"}
     states = [
@@ -87,3 +93,16 @@ def check(
     findings += drift_findings(catalog, table.totals(plan))
     table.on_finish(PlanFinished(read_nbytes, 0, time.perf_counter() - started))
     return CheckReport(catalog, tuple(findings), plan.total_nbytes)
+
+
+def _fused(catalog: Catalog) -> list[Finding]:
+    """Fused weights that train wrongly, judged by the model's config where one is found."""
+    notes: tuple[Finding, ...] = ()
+    config: Mapping[str, object] | None = None
+    try:
+        config, notes = find_config(catalog)
+    except RestrideError as error:
+        # It is no part of the checkpoint: weights are judged by their names instead.
+        notes = (Finding("note", "model-config", f"{error}: it is not used", error.where),)
+    found = list(fused_findings(catalog, config))
+    return [*notes, *found] if found or config is None else []

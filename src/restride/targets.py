@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from restride.algebra.layout import Layout
     from restride.checkpoint.catalog import Catalog
 
-__all__ = ["Cut", "find_cut"]
+__all__ = ["Cut", "find_config", "find_cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def find_cut(catalog: Catalog, cut: Cut) -> Retargeted:
     findings: tuple[Finding, ...] = ()
     config = None if cut.config is None else read_model_config(cut.config)
     if config is None and (rules is not None or cut.plan is not None or _is_recut(catalog, cut.tp)):
-        config, findings = _beside(catalog)
+        config, findings = find_config(catalog)
     found = retarget(catalog, tp=cut.tp, config=config, rules=rules, plan=cut.plan, grain=cut.grain)
     proved: set[Layout] = set()
     for name, layout in found.layouts.items():
@@ -81,8 +81,15 @@ def _is_recut(catalog: Catalog, tp: int) -> bool:
     )
 
 
-def _beside(catalog: Catalog) -> tuple[Mapping[str, object] | None, tuple[Finding, ...]]:
-    """The config that lies beside a checkpoint, if it is that of a model."""
+def find_config(catalog: Catalog) -> tuple[Mapping[str, object] | None, tuple[Finding, ...]]:
+    """Read the ``config.json`` in or beside a checkpoint, if it is that of a model.
+
+    Returns:
+        Its content, or None; and a note which file was taken, or was not.
+
+    Raises:
+        FormatError, ExecutionError: There is one, and it cannot be read.
+    """
     path = find_model_config(catalog.root)
     if path is None:
         return None, ()

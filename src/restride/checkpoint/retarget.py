@@ -35,8 +35,8 @@ from restride.checkpoint._retarget_source import (
     whole,
 )
 from restride.checkpoint.catalog import Finding
+from restride.checkpoint.fused_cuts import FUSED_CUT, wrong_cuts
 from restride.errors import RuleError, UnsupportedError
-from restride.layouts.fused_names import find_wrong_cut
 from restride.layouts.presets import (
     how_to_write,
     known_models,
@@ -296,21 +296,23 @@ class _Retargeting:
 
     def _warn_of_fused(self, parameters: Sequence[Source]) -> None:
         """Say once for each kind of fused weight that the target cuts it against its heads."""
+        cut = {
+            source.name: layout
+            for source in parameters
+            for layout, how in [self._decided[source.name]]
+            if how != _KEPT
+        }
         told: set[str] = set()
-        for source in parameters:
-            layout, how = self._decided[source.name]
-            pattern = name_pattern(source.name)
-            if pattern in told or how == _KEPT:
-                continue
-            wrong = find_wrong_cut(source.name, layout)
-            if wrong is None:
-                continue
-            told.add(pattern)
-            where = f"tensor {source.name!r}"
-            message = f"{where}, as {how} cuts it for {self._mesh.size} ranks: {wrong}"
-            self._findings.append(
-                Finding("warning", "fused-cut", message, where, {"pattern": pattern})
-            )
+        for name, wrong in wrong_cuts(cut, self._config).items():
+            pattern = name_pattern(name)
+            if pattern not in told:
+                told.add(pattern)
+                where = f"tensor {name!r}"
+                how = self._decided[name][1]
+                message = f"{where}, as {how} cuts it for {self._mesh.size} ranks: {wrong}"
+                self._findings.append(
+                    Finding("warning", FUSED_CUT, message, where, {"pattern": pattern})
+                )
 
 
 def _near(names: Sequence[str]) -> str:

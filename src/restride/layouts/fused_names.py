@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from restride.algebra.intersect import intersect
 from restride.algebra.piece import Piece
 from restride.algebra.signature import same_layout
+from restride.layouts._arguments import MeshAxis
+from restride.layouts._runs import read_row_cut
 from restride.layouts.codegen import codegen_qkv
 from restride.layouts.lifting import axes_of
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
     from restride.algebra.layout import Layout, Shape
 
-__all__ = ["FUSED_WEIGHTS", "FusedWeight", "find_fused", "find_wrong_cut"]
+__all__ = ["FUSED_WEIGHTS", "FusedWeight", "find_fused", "find_split_head", "find_wrong_cut"]
 
 _Parts: TypeAlias = "tuple[int, tuple[int, ...]]"
 _FindParts: TypeAlias = Callable[["Shape"], "_Parts | None"]
@@ -104,6 +106,41 @@ def find_wrong_cut(name: str, layout: Layout) -> str | None:
         f"{weight.family}'s {stem} is fused and cut against its heads: {fault}; "
         f"the layout {weight.layout} would keep them together"
     )
+
+
+def find_split_head(layout: Layout, heads: int) -> str | None:
+    """Say where a layout cuts rows that interleave q, k and v head by head inside a head.
+
+    Bloom, Falcon and GPT-NeoX have such weights: whole heads may be cut anywhere, a head nowhere.
+
+    Args:
+        layout: How the tensor-parallel ranks cut the weight or its bias.
+        heads: Key/value heads of the model.
+
+    Returns:
+        One sentence with the numbers, or None where no head is split, or the rows are not that
+        many heads.
+
+    Examples:
+        >>> from restride.layouts import split
+        >>> find_split_head(split((36, 2), mesh={"tp": 2}), 3)
+        'rank 1 begins at row 18, inside head 1 of 12 rows'
+        >>> find_split_head(split((36, 2), mesh={"tp": 2}, sizes=[24, 12]), 3) is None
+        True
+    """
+    for name, size in layout.mesh.axes:
+        cut = read_row_cut(layout, MeshAxis(layout.mesh, name, size)) if size > 1 else None
+        if cut is None or cut.dim or cut.rows % heads:
+            continue
+        head = cut.rows // heads
+        for rank, runs in enumerate(cut.runs):
+            for first, _ in runs:
+                if first % head:
+                    return (
+                        f"rank {rank} begins at row {first}, inside head {first // head} of "
+                        f"{head} rows"
+                    )
+    return None
 
 
 def _is_permuted(layout: Layout, parts: _Parts) -> str | None:

@@ -8,6 +8,7 @@ from restride.layouts.presets._config import Settings, read_settings
 from restride.layouts.presets.autotp import (
     autotp_cuts,
     autotp_layouts,
+    fused_layout,
     how_to_write,
     known_models,
     name_pattern,
@@ -29,6 +30,7 @@ __all__ = [
     "Settings",
     "autotp_cuts",
     "autotp_layouts",
+    "fused_layout",
     "how_to_write",
     "known_models",
     "matched_layouts",

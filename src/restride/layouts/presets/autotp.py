@@ -9,7 +9,7 @@ from restride.errors import LayoutError, RuleError
 from restride.layouts._arguments import MeshAxis, as_shape, find_mesh_axis
 from restride.layouts.presets._config import read_settings
 from restride.layouts.presets._families import FAMILIES, Family
-from restride.layouts.presets._rules import Rule, apply_rules
+from restride.layouts.presets._rules import AUTOTP_CUTS, Rule, apply_rules
 from restride.layouts.replicated import replicated
 from restride.layouts.sizes import autotp_sizes
 from restride.layouts.split import split
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "autotp_cuts",
     "autotp_layouts",
+    "fused_layout",
     "how_to_write",
     "known_models",
     "name_pattern",
@@ -160,6 +161,25 @@ def require_model_of(config: Mapping[str, object], names: Collection[str]) -> No
         remedy=f"give the config of the model that has parameters such as {some!r}, or "
         + how_to_write(some),
     )
+
+
+def fused_layout(config: Mapping[str, object], name: str) -> str | None:
+    """Name the layout by which the model's own fused layer is cut, plan or no plan.
+
+    Returns:
+        A layout of the catalogue; None where the parameter is not fused.
+
+    Raises:
+        RuleError: The model is not known, or AutoTP has no cut of it.
+
+    Examples:
+        >>> fused_layout({"model_type": "codegen"}, "transformer.h.0.attn.qkv_proj.weight")
+        'codegen-qkv'
+    """
+    for rule in _choose_rules(_find_family(config), plan=False):
+        if rule.pattern.matches(name):
+            return None if rule.layout in AUTOTP_CUTS else rule.layout
+    return None
 
 
 def _knows_none(family: Family, names: Collection[str]) -> RuleError:
