@@ -304,13 +304,13 @@ def test_a_missing_model_file(saved):
 def test_two_model_files_of_one_rank(saved):
     shutil.copy(model(saved), saved / "step" / "mp_rank_000_model_states.pt")
 
-    refused(saved, "two model files of tp rank 0", "mp_rank_000_model_states.pt")
+    refused(saved, "two model files of mp rank 0", "mp_rank_000_model_states.pt")
 
 
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("layer_00-model_00-model_states.pt", "pipeline-parallel layers"),
+        ("layer_00-slice_00-model_states.pt", "pipeline layers of ranks with axes of their own"),
         ("expert_0_mp_rank_00_model_states.pt", "experts of an old DeepSpeed"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "expert optimizers without ZeRO"),
     ],
@@ -319,14 +319,6 @@ def test_files_of_other_kinds_of_runs(saved, name, what):
     (saved / "step" / name).touch()
 
     refused(saved, what, name, "can be read", error=UnsupportedError)
-
-
-def test_pipeline_stages(saved):
-    edit_file(
-        model(saved), lambda root: root.update(checkpoint_parallel_dimensions={"pp_degree": 2})
-    )
-
-    refused(saved, "2 pipeline stages", error=UnsupportedError)
 
 
 def test_no_model_file_at_all(saved):
@@ -359,7 +351,7 @@ def test_two_files_of_one_rank(saved):
 
     for dp in range(2):
         edit_file(model(saved, dp), lambda root: root.update(ds_config={"bf16": {"enabled": True}}))
-    refused(saved, "dp rank 0, tp rank 0 has 2 optimizer files")
+    refused(saved, "dp rank 0, mp rank 0 has 2 optimizer files")
 
 
 def test_the_files_of_two_saves(saved):

@@ -453,7 +453,7 @@ def test_files_of_two_stages(saved, tmp_path):
 def test_two_model_files_of_one_rank(saved):
     shutil.copy(model(saved), saved / "step" / "zero_pp_rank_00_mp_rank_00_model_states.pt")
 
-    refused(saved, "has two model files of dp rank 0, tp rank 0")
+    refused(saved, "has two model files of dp rank 0, mp rank 0")
 
 
 def test_shapes_are_missing(saved):

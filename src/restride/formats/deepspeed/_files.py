@@ -5,8 +5,11 @@
     TAG/zero_pp_rank_D_mp_rank_TT_model_states.pt           ZeRO-3: the same of one (dp, tp) rank
     TAG/[bf16_|fp16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt   optimizer of one (dp, tp) rank
     TAG/layer_L_expert_E_mp_rank_TT_model_states.pt         one expert of one layer
+    TAG/layer_LL[-model_TT]-model_states.pt                 one layer of a pipeline
 
-The "pp_rank" in the names of ZeRO files is the data-parallel rank.
+The "pp_rank" in the names of ZeRO files is the data-parallel rank. In a pipeline, the ``mp_rank``
+counts the tensor-parallel ranks of one stage after those of another. Old versions wrote
+``TToptim_states.pt``, and the engine still reads it.
 """
 
 from __future__ import annotations
@@ -21,16 +24,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["ExpertFile", "OptimizerFile", "TagFolder", "find_tag", "list_files"]
+__all__ = ["ExpertFile", "LayerFile", "OptimizerFile", "TagFolder", "find_tag", "list_files"]
 
 _MODEL: Final = re.compile(r"mp_rank_(\d{1,6})_model_states\.pt")
 _ZERO3_MODEL: Final = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
 _OPTIMIZER: Final = re.compile(
-    r"(bf16_|fp16_|)zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt"
+    r"(bf16_|fp16_|)zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_?optim_states\.pt"
 )
 _EXPERT: Final = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
+_LAYER: Final = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
 _OTHER_LAYOUTS: Final = (
-    (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "pipeline-parallel layers"),
+    (
+        re.compile(r"layer_\d+-.*model_states\.pt"),
+        "pipeline layers of ranks with axes of their own",
+    ),
     (re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt"), "experts of an old DeepSpeed"),
     (re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt"), "expert optimizers without ZeRO"),
 )
@@ -41,19 +48,19 @@ _LONGEST_TAG: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFile:
-    """The file of one (data-parallel, tensor-parallel) rank.
+    """The file of one (data-parallel, model-parallel) rank.
 
     Attributes:
         name: Name inside the tag folder.
         prefix: ``"bf16_"``, ``"fp16_"`` or ``""``.
         dp: Data-parallel rank.
-        tp: Tensor-parallel rank.
+        mp: Model-parallel rank: the tensor-parallel one, counted through the stages of a pipeline.
     """
 
     name: str
     prefix: str
     dp: int
-    tp: int
+    mp: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +74,26 @@ class ExpertFile:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerFile:
+    """The file of one layer of a pipeline, on one tensor-parallel rank."""
+
+    name: str
+    layer: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
 class TagFolder:
     """The files of one tag, by what their names say.
 
     Attributes:
         path: The folder.
         below: Its name below the path that was opened, with a slash, or empty.
-        models: Model files by tensor-parallel rank.
-        partitioned: Model files of ZeRO-3 by (data-parallel, tensor-parallel) rank.
+        models: Model files by model-parallel rank.
+        partitioned: Model files of ZeRO-3 by (data-parallel, model-parallel) rank.
         optimizers: Optimizer files in the order of their names.
         experts: Expert files in the order of their names.
+        layers: Files of pipeline layers in the order of their names.
         unknown: Other ``.pt`` files.
     """
 
@@ -86,6 +103,7 @@ class TagFolder:
     partitioned: dict[tuple[int, int], str] = field(default_factory=dict)
     optimizers: list[OptimizerFile] = field(default_factory=list)
     experts: list[ExpertFile] = field(default_factory=list)
+    layers: list[LayerFile] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
 
@@ -137,16 +155,18 @@ def list_files(path: Path, below: str) -> TagFolder:
     folder = TagFolder(path, below)
     for name in _names(path):
         if match := _MODEL.fullmatch(name):
-            _add(folder.models, int(match[1]), name, f"tp rank {int(match[1])}", path)
+            _add(folder.models, int(match[1]), name, f"mp rank {int(match[1])}", path)
         elif match := _ZERO3_MODEL.fullmatch(name):
-            dp, tp = int(match[1]), int(match[2])
-            _add(folder.partitioned, (dp, tp), name, f"dp rank {dp}, tp rank {tp}", path)
+            dp, mp = int(match[1]), int(match[2])
+            _add(folder.partitioned, (dp, mp), name, f"dp rank {dp}, mp rank {mp}", path)
         elif match := _OPTIMIZER.fullmatch(name):
             folder.optimizers.append(
-                OptimizerFile(name, match[1], dp=int(match[2]), tp=int(match[3]))
+                OptimizerFile(name, match[1], dp=int(match[2]), mp=int(match[3]))
             )
         elif match := _EXPERT.fullmatch(name):
             folder.experts.append(ExpertFile(name, int(match[1]), int(match[2]), tp=int(match[3])))
+        elif match := _LAYER.fullmatch(name):
+            folder.layers.append(LayerFile(name, int(match[1]), tp=int(match[2] or 0)))
         elif name.endswith(".pt"):
             _refuse_other(path, name)
             folder.unknown.append(name)

@@ -8,23 +8,24 @@ from typing import TYPE_CHECKING, Final
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import FileEntry, Finding, Region
-from restride.errors import CorruptError, FormatError
+from restride.errors import CorruptError, FormatError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._files import find_tag, list_files
-from restride.formats.deepspeed._model import read_model_file
 from restride.formats.deepspeed._optimizer import read_zero_file
+from restride.formats.deepspeed._pipeline import OpenedModel, agreed, find_grid, read_stages
 from restride.storage.torch_zip import open_torch_zip
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from restride.checkpoint.values import StoredTensor
     from restride.formats.deepspeed._files import OptimizerFile, TagFolder
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._optimizer import ZeroFile
+    from restride.formats.deepspeed._pipeline import Grid
 
-__all__ = ["FileTable", "Run", "open_run"]
+__all__ = ["FileTable", "Run", "open_run", "open_stages"]
 
 _MOST_NAMED: Final = 5
 
@@ -56,7 +57,7 @@ class FileTable:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The files of a checkpoint, by rank.
+    """The files of a checkpoint, by rank; those of one stage, where it is of a pipeline.
 
     Attributes:
         root: What was opened.
@@ -69,7 +70,11 @@ class Run:
         partitioned: Model file of each (dp, tp) rank that has one, under ZeRO-3.
         zeros: Optimizer file of each (dp, tp) rank that has one.
         stage: ZeRO stage, where it is said.
-        findings: What was noticed; readers add to it.
+        findings: What was noticed; readers add to it. All stages of a pipeline have one list.
+        pipe: Number of the pipeline stage.
+        copies: Further copies of weights that several layers of this stage are tied to: the shard
+            of each tensor-parallel rank.
+        elsewhere: Names of tied weights that only other stages store.
     """
 
     root: Path
@@ -82,11 +87,19 @@ class Run:
     zeros: dict[tuple[int, int], ZeroFile]
     stage: int | None
     findings: list[Finding] = field(default_factory=list)
+    pipe: int = 0
+    copies: Mapping[str, Sequence[tuple[StoredTensor, ...]]] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()
 
     @property
     def is_partitioned(self) -> bool:
         """Whether it is of ZeRO-3: no model file has the weights."""
         return bool(self.partitioned)
+
+    @property
+    def is_of_pipeline(self) -> bool:
+        """Whether the weights are in layer files."""
+        return bool(self.folder.layers)
 
     @property
     def all_models(self) -> tuple[ModelFile, ...]:
@@ -104,7 +117,26 @@ class Run:
 
 
 def open_run(root: Path) -> Run:
-    """Open the files of a checkpoint.
+    """Open the files of a checkpoint without pipeline stages.
+
+    Raises:
+        FormatError: It is no DeepSpeed checkpoint, or a file is not what its name says.
+        CorruptError: Files contradict each other, or the weights of a rank are missing.
+        UnsupportedError: It is a DeepSpeed checkpoint of a kind that cannot be read, or of more
+            than one pipeline stage.
+    """
+    runs = open_stages(root)
+    if len(runs) > 1:
+        raise UnsupportedError(
+            f"is of a run with {len(runs)} pipeline stages",
+            where=str(runs[0].folder.path),
+            remedy="convert it with --to safetensors",
+        )
+    return runs[0]
+
+
+def open_stages(root: Path) -> tuple[Run, ...]:
+    """Open the files of a checkpoint; those of each pipeline stage are a run of their own.
 
     Raises:
         FormatError: It is no DeepSpeed checkpoint, or a file is not what its name says.
@@ -112,41 +144,65 @@ def open_run(root: Path) -> Run:
         UnsupportedError: It is a DeepSpeed checkpoint of a kind that cannot be read.
     """
     folder = list_files(*find_tag(root))
+    files = FileTable(folder)
+    opened = _open_models(folder, files)
+    grid = find_grid(folder, opened)
+    own = [model for model in opened if model.mp < grid.size]
+    said = agreed(((model.count("dp_world_size"), model.name) for model in own), "dp_world_size")
+    dp_size = said or 1 + max(_data_ranks(folder), default=0)
+    findings = list(_strangers(opened, grid, folder, dp_size))
+    own = [model for model in own if model.dp is None or model.dp < dp_size]
+    chosen = sorted(_choose(folder, own[0].root if own else None, grid.size, dp_size).items())
+    zeros = {
+        rank: read_zero_file(
+            files.open(file.name), folder.below + file.name, file.dp, file.mp % grid.tp_size
+        )
+        for rank, file in chosen
+    }
+    stages = read_stages(folder, files.open, grid, own, zeros)
+    stage = agreed(((zero.stage, zero.name) for zero in zeros.values()), "zero_stage")
+    runs = tuple(
+        Run(
+            root,
+            folder,
+            files,
+            dp_size,
+            grid.tp_size,
+            read.models,
+            read.partitioned,
+            {
+                (dp, mp % grid.tp_size): zero
+                for (dp, mp), zero in zeros.items()
+                if mp // grid.tp_size == pipe
+            },
+            stage,
+            findings,
+            pipe,
+            read.layers.copies if read.layers else {},
+            frozenset(read.layers.elsewhere) if read.layers else frozenset(),
+        )
+        for pipe, read in enumerate(stages)
+    )
+    for run in runs:
+        _check_stage(run)
+        findings.extend(_missing(run, has_optimizer=bool(zeros)))
+    return runs
+
+
+def _open_models(folder: TagFolder, files: FileTable) -> list[OpenedModel]:
     if not folder.models and not folder.partitioned:
         raise FormatError(
             "has no *mp_rank_*_model_states.pt with the weights",
             where=str(folder.path),
         )
-    files = FileTable(folder)
     opened = [
-        read_model_file(files.open(name), folder.below + name, tp)
-        for tp, name in sorted(folder.models.items())
+        OpenedModel(folder.below + name, None, mp, files.open(name))
+        for mp, name in sorted(folder.models.items())
     ]
-    opened += [
-        read_model_file(files.open(name), folder.below + name, tp, dp)
-        for (dp, tp), name in sorted(folder.partitioned.items())
+    return opened + [
+        OpenedModel(folder.below + name, dp, mp, files.open(name))
+        for (dp, mp), name in sorted(folder.partitioned.items())
     ]
-    tp_size = _agreed(((model.tp_size, model.name) for model in opened), "mp_world_size")
-    models = _models(opened, tp_size, folder)
-    own = [model for model in opened if model.tp < len(models)]
-    said = _agreed(((model.dp_size, model.name) for model in own), "dp_world_size")
-    dp_size = said or 1 + max(_data_ranks(folder), default=0)
-    partitioned = {
-        (model.dp, model.tp): model for model in own if model.dp is not None and model.dp < dp_size
-    }
-    findings = list(_strangers(opened, models, folder, dp_size))
-    chosen = _choose(folder, models, dp_size)
-    zeros = {
-        rank: read_zero_file(files.open(file.name), folder.below + file.name, file.dp, file.tp)
-        for rank, file in sorted(chosen.items())
-    }
-    stage = _agreed(((zero.stage, zero.name) for zero in zeros.values()), "zero_stage")
-    run = Run(
-        root, folder, files, dp_size, len(models), models, partitioned, zeros, stage, findings
-    )
-    _check_stage(run)
-    findings.extend(_missing(run))
-    return run
 
 
 def _check_stage(run: Run) -> None:
@@ -169,57 +225,21 @@ def _data_ranks(folder: TagFolder) -> Iterable[int]:
     yield from (dp for dp, _ in folder.partitioned)
 
 
-def _agreed(said: Iterable[tuple[int | None, str]], key: str) -> int | None:
-    """Return the one value that all files which have one agree on."""
-    values: dict[int, str] = {}
-    for value, name in said:
-        if value is not None:
-            values.setdefault(value, name)
-    if len(values) > 1:
-        (first, first_name), (second, second_name) = list(values.items())[:2]
-        raise CorruptError(
-            f"{key} is {first}, in {second_name} it is {second}",
-            where=first_name,
-            remedy="put only the files of one save into the folder",
-        )
-    return next(iter(values), None)
-
-
-def _models(
-    opened: Sequence[ModelFile], said: int | None, folder: TagFolder
-) -> tuple[ModelFile, ...]:
-    """Model file of each tensor-parallel rank, the first where there are several."""
-    first: dict[int, ModelFile] = {}
-    for model in opened:
-        first.setdefault(model.tp, model)
-    tp_size = said or len(first)
-    missing = [tp for tp in range(tp_size) if tp not in first]
-    if missing:
-        before = "zero_pp_rank_*_" if folder.partitioned else ""
-        names = ", ".join(
-            f"{before}mp_rank_{tp:02d}_model_states.pt" for tp in missing[:_MOST_NAMED]
-        )
-        raise CorruptError(
-            f"{len(missing)} of {tp_size} model files are missing: {names}", where=str(folder.path)
-        )
-    return tuple(first[tp] for tp in range(tp_size))
-
-
 def _choose(
-    folder: TagFolder, models: tuple[ModelFile, ...], dp_size: int
+    folder: TagFolder, model: Field | None, mp_size: int, dp_size: int
 ) -> dict[tuple[int, int], OptimizerFile]:
     """Pick the optimizer file of each rank; the precision of the run decides between prefixes."""
     found: dict[tuple[int, int], list[OptimizerFile]] = defaultdict(list)
     for file in folder.optimizers:
-        if file.dp < dp_size and file.tp < len(models):
-            found[file.dp, file.tp].append(file)
+        if file.dp < dp_size and file.mp < mp_size:
+            found[file.dp, file.mp].append(file)
     chosen: dict[tuple[int, int], OptimizerFile] = {}
     for rank, files in found.items():
-        wanted = [file for file in files if file.prefix == _prefix(models[0])]
+        wanted = [file for file in files if file.prefix == _prefix(model)]
         picked = files if len(files) == 1 else wanted
         if len(picked) != 1:
             raise CorruptError(
-                f"dp rank {rank[0]}, tp rank {rank[1]} has {len(files)} optimizer files: "
+                f"dp rank {rank[0]}, mp rank {rank[1]} has {len(files)} optimizer files: "
                 f"{', '.join(file.name for file in files)}",
                 where=str(folder.path),
                 remedy="put only the files of one save into the folder",
@@ -228,48 +248,46 @@ def _choose(
     return chosen
 
 
-def _prefix(model: ModelFile) -> str:
+def _prefix(model: Field | None) -> str:
     """Prefix that a run with this configuration writes (deepspeed 0.19.8 `runtime/engine.py`)."""
-    config = model.root.get("ds_config")
+    config = model.get("ds_config") if model is not None else None
     section = config.get("bf16") if config is not None and config.is_mapping else None
     enabled = section.get("enabled") if section is not None and section.is_mapping else None
     return "bf16_" if enabled is not None and enabled.value is True else ""
 
 
 def _strangers(
-    opened: Sequence[ModelFile],
-    models: tuple[ModelFile, ...],
-    folder: TagFolder,
-    dp_size: int,
+    opened: Sequence[OpenedModel], grid: Grid, folder: TagFolder, dp_size: int
 ) -> Iterable[Finding]:
     """Tell of files that the ranks of this save did not write."""
-    tp_size = len(models)
-    stale = [model.name for model in opened if model.tp >= tp_size or (model.dp or 0) >= dp_size]
+    stale = [model.name for model in opened if model.mp >= grid.size or (model.dp or 0) >= dp_size]
     stale += [
         folder.below + file.name
         for file in folder.optimizers
-        if file.dp >= dp_size or file.tp >= tp_size
+        if file.dp >= dp_size or file.mp >= grid.size
     ]
+    stale += [folder.below + file.name for file in folder.layers if file.tp >= grid.tp_size]
+    pipe = f"pp={grid.stage_count}, " if grid.stage_count > 1 else ""
     for name in stale:
         yield Finding(
             "warning",
             "stale-file",
-            f"{name} is of a rank that a run with dp={dp_size}, tp={tp_size} does not have; it is "
-            "left out",
+            f"{name} is of a rank that a run with {pipe}dp={dp_size}, tp={grid.tp_size} does not "
+            "have; it is left out",
             name,
         )
     for name in folder.unknown:
         yield Finding("note", "unknown-file", f"{name} is no file of DeepSpeed's", name)
 
 
-def _missing(run: Run) -> Iterable[Finding]:
+def _missing(run: Run, *, has_optimizer: bool) -> Iterable[Finding]:
     if run.is_partitioned:
         yield from _missing_files(run, run.partitioned, "model", "the frozen weights")
         # Without weights in the model files, no optimizer files are no smaller loss than some.
         yield from _missing_files(run, run.zeros, "optimizer", "the weights and states")
-    elif run.zeros:
+    elif has_optimizer:
         yield from _missing_files(run, run.zeros, "optimizer", "the states")
-    elif run.models[0].optimizer is None:
+    elif run.models[0].optimizer is None and not run.pipe:
         message = "there are no optimizer files: only the weights can be read"
         yield Finding("note", "no-optimizer", message, str(run.folder.path))
 
@@ -282,10 +300,11 @@ def _missing_files(
     ]
     if missing:
         named = ", ".join(f"dp {dp} tp {tp}" for dp, tp in missing[:_MOST_NAMED])
+        kind += f" files of stage {run.pipe}" if run.is_of_pipeline else " files"
         yield Finding(
             "error",
             "missing-file",
-            f"{len(missing)} of {run.dp_size * run.tp_size} {kind} files are missing ({named}); "
+            f"{len(missing)} of {run.dp_size * run.tp_size} {kind} are missing ({named}); "
             f"{lost} that they hold parts of are left out",
             str(run.folder.path),
             {"ranks": [list(rank) for rank in missing]},

@@ -35,6 +35,10 @@ __all__ = ["Owned", "Whole", "WholeRank", "read_whole"]
 
 _CASTABLE: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 _MOST_NAMED: Final = 3
+_TIED: Final = (
+    "the tied layers of a pipeline have the first numbers of their stage, and nothing says which "
+    "layers are tied"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class WholeRank:
         owned: By parameter.
         members: Trained parameters of each group, in its order.
         idle: Parameters that have no state, where others have: frozen ones.
+        listed: The name of every number, group by group; None where nothing tells, and nothing
+            has to.
     """
 
     model: ModelFile
@@ -69,6 +75,7 @@ class WholeRank:
     owned: Mapping[str, Owned]
     members: tuple[tuple[str, ...], ...]
     idle: frozenset[str]
+    listed: tuple[tuple[str | None, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,7 @@ class _Found:
     owned: dict[str, Owned] = field(default_factory=dict)
     members: list[tuple[str, ...]] = field(default_factory=list)
     idle: set[str] = field(default_factory=set)
+    listed: list[tuple[str | None, ...]] = field(default_factory=list)
     by_order: frozenset[str] = frozenset()
 
 
@@ -132,6 +140,8 @@ def read_whole(run: Run) -> Whole | None:
     files = [
         _read(model, state, run.models[0]) for model, state in zip(run.models, states, strict=True)
     ]
+    if run.is_of_pipeline:
+        return _unmatched(run, files, {}, _TIED)
     aliases = _aliases(run.models)
     ranks: list[WholeRank] = []
     by_order: set[str] = set()
@@ -143,7 +153,14 @@ def read_whole(run: Run) -> Whole | None:
                 return _unmatched(run, files, aliases, f"{file.where}: {found.reason}")
             by_order |= found.by_order
             ranks.append(
-                WholeRank(model, file, found.owned, tuple(found.members), frozenset(found.idle))
+                WholeRank(
+                    model,
+                    file,
+                    found.owned,
+                    tuple(found.members),
+                    frozenset(found.idle),
+                    tuple(found.listed),
+                )
             )
     whole = Whole(tuple(ranks), _joined(ranks), aliases)
     run.findings.extend(_told_by_order(whole, by_order))
@@ -204,6 +221,7 @@ def _assign(
             else:
                 found.idle.add(name)
         found.members.append(tuple(members))
+        found.listed.append(names)
     return found
 
 
@@ -248,6 +266,7 @@ def _assign_flat(
                 views = {key: view_of(tensor, place) for key, tensor in arrays.items()}
                 found.owned[place.name] = Owned(views, scalars, others)
         found.members.append(tuple(place.name for place in own))
+        found.listed.append(found.members[-1])
     return found
 
 
@@ -307,7 +326,14 @@ def _unmatched(
     )
     run.findings.append(Finding("error", "unmatched-states", message, files[0].where))
     ranks = [
-        WholeRank(model, file, {}, ((),) * len(file.groups), frozenset())
+        WholeRank(
+            model,
+            file,
+            {},
+            ((),) * len(file.groups),
+            frozenset(),
+            tuple((None,) * len(group) for group in file.groups),
+        )
         for model, file in zip(run.models, files, strict=True)
     ]
     return Whole(tuple(ranks), ((),) * len(files[0].groups), aliases, problem)
