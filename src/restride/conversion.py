@@ -13,7 +13,7 @@ from restride.executors.drift import DriftTable, drift_findings
 from restride.executors.events import NullObserver, PlanFinished
 from restride.executors.running import run_plan
 from restride.executors.sources import default_workers
-from restride.exports import lay_out_export
+from restride.exports import Wanted, lay_out_export
 from restride.formats._registry import open_catalog
 from restride.planning.conversion import Job, plan_conversion
 from restride.storage.atomic import atomic_directory
@@ -66,6 +66,14 @@ def convert(
     states: States = "weights",
     dtype: str | None = None,
     max_shard_nbytes: int | None = None,
+    tp: int | None = None,
+    dp: int | None = None,
+    ep: int | None = None,
+    zero: int | None = None,
+    config: str | PathLike[str] | None = None,
+    rules: str | PathLike[str] | None = None,
+    plan: bool | None = None,
+    grain: int | None = None,
     budget_nbytes: int = _DEFAULT_BUDGET_NBYTES,
     replicas: Saying = DEFAULT,
     force: bool = False,
@@ -76,16 +84,29 @@ def convert(
     As safetensors, ``model*.safetensors`` holds the weights under the names of the model. With all
     states, ``optimizer*.safetensors`` holds the rest as ``TENSOR/STATE``, and ``state.json`` what
     is not a tensor. As a universal folder of DeepSpeed it holds all states, one file each, and
-    ``load_checkpoint(out)`` of an engine with ``load_universal`` resumes from it. The output
-    appears under its name when it is complete and durable, or not at all.
+    ``load_checkpoint(out)`` of an engine with ``load_universal`` resumes from it. In DeepSpeed's
+    own sharded form an engine of `tp` times `dp` ranks and that ZeRO stage resumes from it with
+    plain ``load_checkpoint(out)``. The output appears under its name when it is complete and
+    durable, or not at all.
 
     Args:
         path: As for `open`.
         out: Folder to write.
         to: Format of the output.
-        states: Only the weights, or everything. A universal folder always has everything.
+        states: Only the weights, or everything. What DeepSpeed resumes from always has everything.
         dtype: Type of the weights in safetensors, where it is not the one they were trained in.
         max_shard_nbytes: Largest file of safetensors; a larger model is split, with an index.
+        tp: Tensor-parallel ranks of the sharded form; by default those of the source, as for `dp`
+            and `zero`.
+        dp: Data-parallel ranks: all ranks, divided by `tp`.
+        ep: Expert-parallel ranks of AutoEP, a part of the data-parallel ones.
+        zero: ZeRO stage.
+        config: The model's ``config.json``, where the source does not say how other ranks cut it;
+            by default the one in or beside the checkpoint.
+        rules: A file of the user's own rules for that.
+        plan: Whether the engine follows transformers' tensor-parallel plan; by default as the run
+            did that wrote the source.
+        grain: DeepSpeed's `tp_grain_size`; by default what the source's configuration says.
         budget_nbytes: Most memory for plan and buffers.
         replicas: What to do where ranks hold different copies of the same elements: refuse
             (``"check"``), take that of the lowest rank (``"first"``), the mean (``"mean"``), or
@@ -100,6 +121,7 @@ def convert(
 
     Raises:
         FormatError, UnsupportedError, ExecutionError: As for `open`.
+        RuleError: Nothing says how a parameter is cut for other ranks, or leaves several answers.
         ExistsError: There is something at `out`.
         BudgetError: The budget is too small for any buffer.
         CoverageError: An element of a tensor is in no file.
@@ -108,9 +130,10 @@ def convert(
     """
     started = time.perf_counter()
     catalog = open_catalog(path)
-    export = lay_out_export(
-        catalog, to=to, states=states, dtype=dtype, max_shard_nbytes=max_shard_nbytes
+    wanted = Wanted(
+        to, states, dtype, max_shard_nbytes, tp, dp, ep, zero, config, rules, plan, grain
     )
+    export = lay_out_export(catalog, wanted)
     output = export.output
     decided = read_rules(replicas, catalog)
     jobs = [
@@ -125,7 +148,7 @@ def convert(
         )
         for chosen, target in zip(export.sources, output.tensors, strict=True)
     ]
-    plan = plan_conversion(
+    planned = plan_conversion(
         catalog.files,
         jobs,
         budget_nbytes=budget_nbytes,
@@ -134,21 +157,21 @@ def convert(
     table = DriftTable(observer or NullObserver(), {})
     with atomic_directory(out, force=force, inputs=_inputs(catalog)) as directory:
         directory.create(output)
-        read_nbytes = run_plan(catalog, plan, _OutputWriter(directory, output), table)
+        read_nbytes = run_plan(catalog, planned, _OutputWriter(directory, output), table)
     seconds = time.perf_counter() - started
-    table.on_finish(PlanFinished(read_nbytes, plan.total_nbytes, seconds))
+    table.on_finish(PlanFinished(read_nbytes, planned.total_nbytes, seconds))
     return ConvertReport(
         out=Path(out),
         files=tuple(file.name for file in output.files),
         tensor_count=sum(chosen.state != COPIED for chosen in export.sources),
         read_nbytes=read_nbytes,
-        written_nbytes=plan.total_nbytes,
-        projected_nbytes=plan.projected_nbytes,
+        written_nbytes=planned.total_nbytes,
+        projected_nbytes=planned.projected_nbytes,
         seconds=seconds,
         findings=(
             *catalog.findings,
             *export.findings,
-            *drift_findings(catalog, table.totals(plan), decided=decided),
+            *drift_findings(catalog, table.totals(planned), decided=decided),
         ),
     )
 

@@ -2,52 +2,96 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from restride.checkpoint.output import Output, OutputFile
 from restride.checkpoint.selection import Export, cast_target, select_optimizer, select_weights
 from restride.errors import UnsupportedError
+from restride.targets import Cut, find_cut
 
 if TYPE_CHECKING:
+    from os import PathLike
+
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.selection import Selected, States, Target
+    from restride.checkpoint.training import Training
 
-__all__ = ["lay_out_export"]
+__all__ = ["Wanted", "lay_out_export"]
 
 
-def lay_out_export(
-    catalog: Catalog,
-    *,
-    to: Target,
-    states: States = "weights",
-    dtype: str | None = None,
-    max_shard_nbytes: int | None = None,
-) -> Export:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a user wants written. None is the format's own choice.
+
+    Attributes:
+        to: Format of the output.
+        states: Only the weights, or everything. DeepSpeed's own forms always have everything.
+        dtype: Type of the weights in safetensors, where it is not the one they were trained in.
+        max_shard_nbytes: Largest file of safetensors.
+        tp, dp, ep, zero: Ranks and ZeRO stage of the engine that resumes from the sharded form; by
+            default those of the source.
+        config, rules, plan, grain: What says how its tensor-parallel ranks cut: see `Cut`.
+    """
+
+    to: Target
+    states: States = "weights"
+    dtype: str | None = None
+    max_shard_nbytes: int | None = None
+    tp: int | None = None
+    dp: int | None = None
+    ep: int | None = None
+    zero: int | None = None
+    config: str | PathLike[str] | None = None
+    rules: str | PathLike[str] | None = None
+    plan: bool | None = None
+    grain: int | None = None
+
+
+_TAKEN: Final = {
+    "safetensors": {"dtype", "max_shard_nbytes"},
+    "universal": set[str](),
+    "deepspeed": {"tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"},
+}
+
+
+def lay_out_export(catalog: Catalog, wanted: Wanted) -> Export:
     """Describe what a conversion writes, before anything is read of a tensor.
 
     Args:
         catalog: The source.
-        to: Format of the output.
-        states: Only the weights, or everything. A universal folder always has everything.
-        dtype: Type of the weights in safetensors, where it is not the one they were trained in.
-        max_shard_nbytes: Largest file of safetensors.
+        wanted: Format and options.
 
     Raises:
         FormatError, ExecutionError: What goes with the tensors cannot be read.
+        RuleError, CoverageError: Nothing says how a parameter is cut, or says it wrongly.
         UnsupportedError: The format has no place for something, or takes no such option.
     """
-    if to == "safetensors":
-        wanted = cast_target(dtype) if dtype is not None else None
-        return _lay_out_safetensors(catalog, states, wanted, max_shard_nbytes)
-    if to == "universal":
-        _refuse_options(dtype=dtype, max_shard_nbytes=max_shard_nbytes)
+    _require_taken(wanted)
+    if wanted.to == "safetensors":
+        dtype = cast_target(wanted.dtype) if wanted.dtype is not None else None
+        return _lay_out_safetensors(catalog, wanted.states, dtype, wanted.max_shard_nbytes)
+    if wanted.to == "universal":
         return _lay_out_universal(catalog)
-    raise UnsupportedError(
-        f"cannot write {to!r}", remedy="formats to write are safetensors and universal"
-    )
+    return _lay_out_deepspeed(catalog, wanted)
+
+
+def _require_taken(wanted: Wanted) -> None:
+    taken = _TAKEN.get(wanted.to)
+    if taken is None:
+        raise UnsupportedError(
+            f"cannot write {wanted.to!r}", remedy=f"formats to write are {', '.join(_TAKEN)}"
+        )
+    for option in fields(wanted)[2:]:
+        if getattr(wanted, option.name) is not None and option.name not in taken:
+            takers = [to for to, names in _TAKEN.items() if option.name in names]
+            raise UnsupportedError(
+                f"{wanted.to} takes no {option.name}",
+                remedy=f"leave it out, or convert to {' or '.join(takers)}",
+            )
 
 
 def _lay_out_safetensors(
@@ -85,14 +129,61 @@ def _lay_out_universal(catalog: Catalog) -> Export:
     return lay_out(catalog, read_companions(catalog))
 
 
-def _refuse_options(**given: object) -> None:
-    named = [name for name, value in given.items() if value is not None]
-    if named:
+def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted) -> Export:
+    """The same for DeepSpeed's sharded form, for ranks that may be others than the source's."""
+    from restride.formats.deepspeed.target import DeepSpeedTarget  # noqa: PLC0415
+    from restride.formats.deepspeed.writer import lay_out  # noqa: PLC0415
+
+    training = _read_training(catalog)
+    target = DeepSpeedTarget(
+        tp=_size(catalog, wanted.tp, "tp"),
+        dp=_size(catalog, wanted.dp, "dp"),
+        zero=_stage(catalog, wanted.zero),
+        ep=wanted.ep or 1,
+    )
+    cut = find_cut(catalog, Cut(target.tp, wanted.config, wanted.rules, wanted.plan, wanted.grain))
+    written = lay_out(catalog, training, target, cut.layouts)
+    return Export(written.output, written.sources, (*cut.findings, *written.findings))
+
+
+def _read_training(catalog: Catalog) -> Training:
+    if catalog.format == "deepspeed universal":
+        from restride.formats.universal.training import read_training  # noqa: PLC0415
+    elif catalog.format.startswith("deepspeed"):
+        from restride.formats.deepspeed.training import read_training  # noqa: PLC0415
+    else:
         raise UnsupportedError(
-            f"a universal folder takes no {' and no '.join(named)}: it has every state as it is "
-            "stored, one file each",
-            remedy="leave it out, or convert with --to safetensors",
+            f"{catalog.format} has no optimizer, scheduler and counters to resume from",
+            where=catalog.root,
+            remedy="convert the DeepSpeed checkpoint itself",
         )
+    return read_training(catalog)
+
+
+def _size(catalog: Catalog, said: int | None, axis: str) -> int:
+    if said is not None:
+        return said
+    known = dict(catalog.mesh.axes).get(axis)
+    if known is None:
+        raise UnsupportedError(
+            f"{catalog.format} was written by no {axis} ranks whose number could be kept",
+            where=catalog.root,
+            remedy=f"say how many there will be: {axis}",
+        )
+    return known
+
+
+def _stage(catalog: Catalog, said: int | None) -> int:
+    if said is not None:
+        return said
+    name, _, stage = catalog.format.rpartition("-")
+    if name != "deepspeed zero":
+        raise UnsupportedError(
+            f"{catalog.format} is of no ZeRO stage that could be kept",
+            where=catalog.root,
+            remedy="say which it will be: zero",
+        )
+    return int(stage)
 
 
 def _targets(selected: list[Selected]) -> list[tuple[str, DType, tuple[int, ...]]]:

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 States: TypeAlias = Literal["weights", "all"]
-Target: TypeAlias = Literal["safetensors", "universal"]
+Target: TypeAlias = Literal["safetensors", "universal", "deepspeed"]
 
 COPIED: Final = "bytes"
 

@@ -8,6 +8,7 @@ import click
 
 from restride import api
 from restride.cli.contents import finding_to_json, show_findings
+from restride.cli.cut_options import cut_options
 from restride.cli.exits import ExitCode
 from restride.cli.options import as_nbytes, as_replica_rules, json_option, memory_option
 from restride.cli.output import open_page, write_json
@@ -29,10 +30,36 @@ _MOST_SHOWN: Final = 12
 @click.argument("out")
 @click.option(
     "--to",
-    type=click.Choice(["safetensors", "universal"]),
+    type=click.Choice(["safetensors", "universal", "deepspeed"]),
     default="safetensors",
-    help="Format: safetensors (default), or DeepSpeed's universal folder, with all states.",
+    help="Format: safetensors (default); or with all states DeepSpeed's universal folder, or its "
+    "own files for any ranks.",
 )
+@click.option(
+    "--tp",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tensor-parallel ranks of DeepSpeed's files. Default: as in CHECKPOINT.",
+)
+@click.option(
+    "--dp",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Data-parallel ranks. Default: as in CHECKPOINT.",
+)
+@click.option(
+    "--ep",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Expert-parallel ranks, a part of the data-parallel ones. Default: 1.",
+)
+@click.option(
+    "--zero",
+    type=click.IntRange(min=0, max=3),
+    metavar="STAGE",
+    help="ZeRO stage, 0 to 3. Default: as in CHECKPOINT.",
+)
+@cut_options
 @click.option(
     "--states",
     type=click.Choice(["weights", "all"]),
@@ -66,6 +93,14 @@ def command(
     states: Literal["weights", "all"],
     dtype: str | None,
     max_shard_size: int | None,
+    tp: int | None,
+    dp: int | None,
+    ep: int | None,
+    zero: int | None,
+    config: str | None,
+    rules: str | None,
+    plan: bool | None,
+    grain: int | None,
     memory: int,
     replicas: tuple[tuple[str, str], ...],
     force: bool,
@@ -84,6 +119,14 @@ def command(
             states=states,
             dtype=dtype,
             max_shard_nbytes=max_shard_size,
+            tp=tp,
+            dp=dp,
+            ep=ep,
+            zero=zero,
+            config=config,
+            rules=rules,
+            plan=plan,
+            grain=grain,
             budget_nbytes=memory,
             replicas=replicas,
             force=force,
