@@ -33,11 +33,14 @@ class ParameterGroup:
             optimizer keeps there. Never ``params``, which numbers what a format counts.
         numbers: States that all parameters of the group share and that are no arrays of the
             catalog, such as a ``step`` that the optimizer counts in a plain integer.
+        listed: All that the script gave to the optimizer, frozen or not, in its order: `names` and
+            what stands between them. None where the source does not tell.
     """
 
     names: tuple[str, ...]
     settings: Mapping[str, Value]
     numbers: Mapping[str, Value]
+    listed: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from restride.errors import UnsupportedError
 
 __all__ = ["DeepSpeedTarget"]
 
-_STAGES: Final = (1, 2, 3)
+_STAGES: Final = (0, 1, 2, 3)
 # Each rank has a file or two of its own; no run has so many.
 _MOST_RANKS: Final = 1 << 16
 
@@ -22,7 +22,7 @@ class DeepSpeedTarget:
     Attributes:
         tp: Tensor-parallel ranks.
         dp: Data-parallel ranks: ranks in all, divided by `tp`.
-        zero: ZeRO stage.
+        zero: ZeRO stage; 0 without ZeRO.
         ep: Expert-parallel ranks of AutoEP, a part of the data-parallel ones; 1 without it.
 
     Raises:
@@ -51,7 +51,7 @@ class DeepSpeedTarget:
             )
         if self.zero not in _STAGES:
             raise UnsupportedError(
-                f"ZeRO-{self.zero} cannot be written", remedy="choose --zero 1, 2 or 3"
+                f"ZeRO-{self.zero} cannot be written", remedy="choose --zero 0, 1, 2 or 3"
             )
         if self.dp % self.ep:
             raise UnsupportedError(

@@ -1,7 +1,8 @@
 """Describe a checkpoint in DeepSpeed's own sharded form before it is written.
 
     latest                                                     the tag, as text
-    TAG/mp_rank_TT_model_states.pt                             weights of a tensor-parallel rank
+    TAG/mp_rank_TT_model_states.pt                             weights of a tensor-parallel rank,
+                                                               and without ZeRO its optimizer
     TAG/zero_pp_rank_D_mp_rank_TT_model_states.pt              ZeRO-3: the same of a (dp, tp) rank
     TAG/[bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt       optimizer of a (dp, tp) rank
 
@@ -19,6 +20,7 @@ from restride.formats.deepspeed._write_chunks import write_chunks
 from restride.formats.deepspeed._write_findings import findings_of
 from restride.formats.deepspeed._write_model import write_models
 from restride.formats.deepspeed._write_partitions import write_partitions
+from restride.formats.deepspeed._write_whole import write_whole
 from restride.formats.deepspeed._writing import Writing
 from restride.storage.torch_output import TorchOutput
 
@@ -85,6 +87,8 @@ def lay_out(
         )
     if target.zero == _PARTITIONED_WEIGHTS:
         write_chunks(writing)
+    elif not target.zero:
+        write_whole(writing)
     else:
         write_models(writing)
         write_partitions(writing)

@@ -1,0 +1,93 @@
+"""What a ZeRO-0 checkpoint says of its training: groups and optimizer, from the model files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from restride.checkpoint.training import ParameterGroup
+from restride.checkpoint.values import StoredTensor
+from restride.errors import UnsupportedError
+from restride.formats.deepspeed._loss_scaler import ENTRIES, scaler_of_entries
+from restride.formats.deepspeed._whole_file import CONSUMED_KEYS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from restride.checkpoint.training import Training
+    from restride.checkpoint.values import Value
+    from restride.formats.deepspeed._whole import Whole, WholeRank
+
+__all__ = ["with_whole_optimizer"]
+
+# Of the optimizer's dict, what other stages keep in another form.
+_SCALE: Final = frozenset({"dynamic_loss_scale", "overflow", *ENTRIES})
+
+
+def with_whole_optimizer(training: Training, whole: Whole) -> Training:
+    """Add groups and optimizer to what the model files say of a training.
+
+    Args:
+        training: The training without its optimizer.
+        whole: What the model files hold of the optimizer.
+
+    Raises:
+        UnsupportedError: The optimizer's states have no names.
+        FormatError: The loss scale is not whole.
+    """
+    first = whole.ranks[0]
+    if whole.problem is not None:
+        raise UnsupportedError(
+            f"the optimizer's states cannot be matched to the parameters: {whole.problem}",
+            where=first.file.where,
+            remedy="convert the weights with --to safetensors; save with an optimizer that was "
+            "given named_parameters(), or with ZeRO-1",
+        )
+    state = first.file.state
+    optimizer = {
+        key: entry.value
+        for key, entry in state.items()
+        if key not in CONSUMED_KEYS and key not in _SCALE
+    }
+    if first.file.kind != "bare":
+        optimizer |= scaler_of_entries(state, first.model.root.get("ds_config"))
+    return replace(training, groups=tuple(_groups(whole)), optimizer=optimizer)
+
+
+def _groups(whole: Whole) -> Iterator[ParameterGroup]:
+    first = whole.ranks[0]
+    for number, (names, settings) in enumerate(
+        zip(whole.members, first.file.settings, strict=True)
+    ):
+        yield ParameterGroup(
+            names=names,
+            settings={key: entry.value for key, entry in settings.items() if key != "params"},
+            numbers=_numbers(whole, names, number),
+            listed=_listed(first, number),
+        )
+
+
+def _listed(rank: WholeRank, number: int) -> tuple[str, ...] | None:
+    """Everything that the optimizer numbers: in fp32 that is what the script gave it."""
+    names = rank.listed[number]
+    if rank.file.kind != "bare" or None in names:
+        return None
+    return tuple(name for name in names if name is not None)
+
+
+def _numbers(whole: Whole, names: tuple[str, ...], number: int) -> Mapping[str, Value]:
+    """States that are no arrays, and of which other stages have one for the whole group."""
+    found: dict[str, Value] = {}
+    for rank in whole.ranks:
+        for name in names:
+            others = rank.owned[name].others if name in rank.owned else {}
+            for key, entry in others.items():
+                known = found.setdefault(key, entry.value)
+                if not isinstance(entry.value, StoredTensor) and entry.value != known:
+                    raise UnsupportedError(
+                        f"state {key!r} of {name!r} is {entry.value!r}, of others in parameter "
+                        f"group {number} it is {known!r}, and a group has one for all",
+                        where=entry.where,
+                        remedy="convert a checkpoint whose parameters were all trained alike",
+                    )
+    return found
