@@ -237,7 +237,18 @@ def _escape(name: str) -> str:
 
 
 def _config(run: ZeroRun) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": 1, "round_robin_gradients": run.is_round_robin}}
+    settings: dict[str, Any] = {
+        "stage": 1,
+        "round_robin_gradients": run.is_round_robin,
+        "parameter_alignment": run.alignment > 1,
+    }
+    if run.writer != "bf16_optimizer":
+        return {"zero_optimization": settings}
+    return {
+        "zero_optimization": settings,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
 
 
 def stored(values: NDArray[Any]) -> Array:

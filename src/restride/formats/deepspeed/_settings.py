@@ -17,11 +17,13 @@ __all__ = [
     "is_round_robin",
     "parameter_alignment",
     "round_robin_order",
+    "uses_bf16_optimizer",
     "zero_setting",
 ]
 
 _T = TypeVar("_T")
 _ALIGNED_NBYTES: Final = 16
+_FLOAT32: Final = frozenset({"torch.float32", "fp32", "float32", "float"})
 
 
 def zero_setting(config: Field | None, key: str) -> Field | None:
@@ -51,6 +53,24 @@ def is_bf16(config: Field | None) -> bool:
         if section is not None and section.is_mapping and is_enabled(section.get("enabled")):
             return True
     return False
+
+
+def uses_bf16_optimizer(config: Field | None, zero: int) -> bool:
+    """Whether an engine with this configuration wraps its optimizer in BF16_Optimizer.
+
+    That is the class of ZeRO-1 with gradients in float32 (`_do_optimizer_sanity_check`). It knows
+    neither round robin nor alignment, and cuts no padding off.
+    """
+    if zero != 1 or not is_bf16(config) or config is None:
+        return False
+    types = config.get("data_types")
+    gradients = types.get("grad_accum_dtype") if types is not None and types.is_mapping else None
+    spelled = gradients.value if gradients is not None else None
+    if not isinstance(spelled, str) or spelled not in _FLOAT32:
+        return False
+    offload = zero_setting(config, "offload_optimizer")
+    device = offload.get("device") if offload is not None and offload.is_mapping else None
+    return device is None or device.value != "cpu"
 
 
 def is_enabled(setting: Field | None) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from restride.checkpoint.catalog import Finding
 from restride.errors import RestrideError
 from restride.formats.deepspeed._fields import Field, shown
-from restride.formats.deepspeed._settings import is_round_robin, zero_setting
+from restride.formats.deepspeed._settings import zero_setting
 from restride.formats.deepspeed._values import JsonWriter
 from restride.storage.ranges import FilePool
 
@@ -35,7 +35,7 @@ def findings_of(writing: Writing) -> Iterator[Finding]:
     """Tell of settings that do not fit the target, and of values that not all ranks share."""
     yield from _stage(writing)
     yield from _batch(writing)
-    if writing.target.zero <= _GRADIENTS and is_round_robin(writing.config):
+    if writing.target.zero <= _GRADIENTS and writing.is_round_robin:
         message = (
             "round_robin_gradients is on in ds_config: the buffers are written in that order for "
             f"{writing.target.dp} data-parallel ranks, and the engine that resumes must have it on"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
@@ -13,12 +13,32 @@ from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
     from restride.checkpoint.catalog import StateEntry, TensorEntry
-    from restride.checkpoint.training import ParameterGroup
+    from restride.checkpoint.training import ModelRank, ParameterGroup
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._writing import Writing
     from restride.storage.torch_output import OutputArray
 
-__all__ = ["group_states", "param_groups", "scalar_states", "states_of"]
+__all__ = ["group_states", "optimizer_file", "param_groups", "scalar_states", "states_of"]
+
+_CONFIG: Final = "ds_config"
+_VERSION: Final = "ds_version"
+# Whose form it is that is written; engines refuse files that name no version.
+_WRITTEN_VERSION: Final = "0.19.8"
+
+
+def optimizer_file(rank: ModelRank, state: dict[Value, Value]) -> dict[Value, Value]:
+    """An optimizer file around the state of the optimizer.
+
+    Args:
+        rank: The rank of the source whose configuration is carried.
+        state: What the optimizer's own class keeps; gets the version where it has none.
+    """
+    version = rank.values.get(_VERSION) or state.get(_VERSION) or _WRITTEN_VERSION
+    state.setdefault(_VERSION, version)
+    made: dict[Value, Value] = {"optimizer_state_dict": state}
+    if _CONFIG in rank.values:
+        made[_CONFIG] = rank.values[_CONFIG]
+    return {**made, _VERSION: version}
 
 
 def param_groups(writing: Writing) -> list[Value]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from restride.checkpoint.values import OrderedDictValue, SizeValue
-from restride.formats.deepspeed._settings import is_round_robin, round_robin_order
+from restride.formats.deepspeed._settings import round_robin_order
 from restride.formats.deepspeed._write_maps import universal_info
 from restride.formats.deepspeed._writing import keyed
 from restride.storage.torch_output import FileDraft
@@ -119,7 +119,7 @@ def common_entries(writing: Writing, rank: ModelRank, tp: int) -> dict[Value, Va
 def flat_members(writing: Writing, group: ParameterGroup, tp: int) -> dict[str, Shape]:
     """Parameters of a group on a tensor-parallel rank in the order of its ZeRO-1/2 buffer."""
     members = writing.members(group, tp)
-    if not is_round_robin(writing.config):
+    if not writing.is_round_robin:
         return members
     return {name: members[name] for name in round_robin_order([*members], writing.target.dp)}
 

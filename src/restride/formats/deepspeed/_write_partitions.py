@@ -3,7 +3,8 @@
 The buffer of a group on one tensor-parallel rank is laid out by `restride.layouts.zero_group`, and
 the layout of a state is the tensor's own with that one behind it. The rules, and what each key
 means, are those of deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py`: the padding at the end is cut
-off the master weights and kept on the states.
+off the master weights and kept on the states. BF16_Optimizer, which some configurations of ZeRO-1
+choose (`runtime/bf16_optimizer.py`), cuts nothing off, and books all padding on the last rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from restride.algebra.mesh import Mesh
 from restride.checkpoint.values import Constructed, GlobalName
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._settings import parameter_alignment
-from restride.formats.deepspeed._write_groups import group_states, param_groups, states_of
+from restride.formats.deepspeed._write_groups import (
+    group_states,
+    optimizer_file,
+    param_groups,
+    states_of,
+)
 from restride.formats.deepspeed._write_model import flat_members, ordered
 from restride.formats.deepspeed._writing import FP32, keyed, optimizer_key
 from restride.layouts.flat import FlatGroup, zero_group
@@ -64,15 +70,14 @@ def _write_file(writing: Writing, groups: list[_FlatGroupWriter], dp: int, tp: i
         **keyed(writing.training.optimizer),
         "base_optimizer_state": {"state": states, "param_groups": param_groups(writing)},
         "single_partition_of_fp32_groups": [group.masters(draft, dp, tp) for group in groups],
-        "zero_stage": Constructed(_STAGE, (writing.target.zero,)),
         "group_paddings": [group.padding(dp, tp) for group in groups],
-        "param_alignment_paddings": [group.alignments(tp) for group in groups],
         "partition_count": [writing.target.dp for _ in groups],
         "param_slice_mappings": [group.fragments(dp, tp) for group in groups],
     }
-    carried = {key: rank.values[key] for key in ("ds_config", "ds_version") if key in rank.values}
-    state.setdefault("ds_version", carried.get("ds_version"))
-    writing.output.add(draft, {"optimizer_state_dict": state, **keyed(carried)})
+    if writing.is_lean:
+        state["zero_stage"] = Constructed(_STAGE, (writing.target.zero,))
+        state["param_alignment_paddings"] = [group.alignments(tp) for group in groups]
+    writing.output.add(draft, optimizer_file(rank, state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +106,9 @@ class _FlatGroupWriter:
         self._group = group
         self._known: dict[tuple[int, ...], FlatGroup] = {}
         self._names = states_of(writing, number, group)
-        self._itemsize = writing.dtype.itemsize_nbytes
-        if group.names:
-            self._itemsize = writing.weights[group.names[0]].dtype.itemsize_nbytes
+        itemsize = writing.weights[group.names[0]].dtype.itemsize_nbytes if group.names else 1
+        is_aligned = writing.is_lean
+        self._alignment = parameter_alignment(writing.config, itemsize) if is_aligned else 1
         self._buffers = [
             self._buffer(flat_members(writing, group, tp), tp) for tp in range(writing.target.tp)
         ]
@@ -122,13 +127,15 @@ class _FlatGroupWriter:
         return {**made, **keyed(self._group.numbers)}
 
     def masters(self, draft: FileDraft, dp: int, tp: int) -> Value:
-        """Partition of the master weights, without the padding at its end."""
-        return self._partition(draft, FP32, dp, tp, padded=False)
+        """Partition of the master weights, as a rule without the padding at its end."""
+        return self._partition(draft, FP32, dp, tp, padded=not self._writing.is_lean)
 
     def padding(self, dp: int, tp: int) -> int:
         """Elements of a partition that lie behind the last parameter."""
-        buffer = self._buffers[tp]
+        buffer, count = self._buffers[tp], self._writing.target.dp
         width = buffer.flat.partition_numel
+        if not self._writing.is_lean:
+            return width * count - buffer.stop if dp == count - 1 else 0
         return width - max(0, min(buffer.stop - dp * width, width))
 
     def alignments(self, tp: int) -> Value:
@@ -170,7 +177,7 @@ class _FlatGroupWriter:
             self._known[numels] = zero_group(
                 [(numel,) for numel in numels],
                 mesh={"dp": self._writing.target.dp},
-                parameter_alignment=parameter_alignment(self._writing.config, self._itemsize),
+                parameter_alignment=self._alignment,
             )
         flat = self._known[numels]
         places = {name: place for place, name in enumerate(members)}
@@ -196,7 +203,8 @@ class _FlatGroupWriter:
 
     def _partition(self, draft: FileDraft, state: str, dp: int, tp: int, *, padded: bool) -> Value:
         buffer = self._buffers[tp]
-        numel = buffer.flat.partition_numel - (0 if padded else self.padding(dp, tp))
+        width = buffer.flat.partition_numel
+        numel = width if padded else max(0, min(buffer.stop - dp * width, width))
         first = next(iter(self._arrays.values()))
         made = draft.buffer(first[state].selected.dtype, numel)
         for name, place in buffer.places.items():

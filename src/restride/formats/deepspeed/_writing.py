@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from restride.checkpoint.selection import Selected
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
-from restride.formats.deepspeed._settings import is_bf16
+from restride.formats.deepspeed._settings import is_bf16, is_round_robin, uses_bf16_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,6 +59,16 @@ class Writing:
         first = self.training.ranks[0]
         stored = first.values.get("ds_config")
         return None if stored is None else Field(stored, f"{first.where}: ds_config")
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether the padding is cut off the master weights: by all classes but BF16_Optimizer."""
+        return not uses_bf16_optimizer(self.config, self.target.zero)
+
+    @property
+    def is_round_robin(self) -> bool:
+        """Whether the engine deals parameters of ZeRO-1/2 out to its partitions in turn."""
+        return self.is_lean and is_round_robin(self.config)
 
     def source_rank(self, dp: int, tp: int, *, dp_size: int) -> ModelRank:
         """The rank of the source that speaks for a rank of the target."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.dtypes import DTYPES
+from restride.checkpoint.orders import merged_order
 from restride.checkpoint.training import ModelRank, ParameterGroup, Training
 from restride.checkpoint.values import OrderedDictValue, StoredTensor
 from restride.errors import UnsupportedError
@@ -122,12 +123,13 @@ def _groups(run: Run, zero: ZeroFile) -> Iterator[ParameterGroup]:
             remedy="save the checkpoint without elastic_checkpoint",
         )
     names = [_names(run, zero, model) for model in run.models]
+    module = [name for name, _ in run.models[0].root.at("module").items()]
     parts: list[list[Group]] = [[] for _ in zero.param_groups]
     for parent, flat in zip(zero.parents, zero.groups, strict=True):
         parts[parent].append(flat)
     for number, settings in enumerate(zero.param_groups):
         yield ParameterGroup(
-            names=merged_order([ranks[number] for ranks in names]),
+            names=merged_order([ranks[number] for ranks in names], module),
             settings={key: entry for key, entry in _entries(settings) if key != "params"},
             numbers=_numbers(parts[number]),
         )
@@ -145,22 +147,6 @@ def _names(run: Run, zero: ZeroFile, model: ModelFile) -> list[list[str]]:
             names = group_order(names, flat.partition_count or run.dp_size)
         members[parent] += names
     return members
-
-
-def merged_order(by_rank: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Every member that some rank has: a rank does not list what it holds no element of."""
-    merged = list(by_rank[0])
-    for names in by_rank[1:]:
-        if set(names) <= set(merged):
-            continue
-        at = 0
-        for name in names:
-            if name in merged:
-                at = merged.index(name) + 1
-            else:
-                merged.insert(at, name)
-                at += 1
-    return tuple(merged)
 
 
 def _numbers(parts: Sequence[Group]) -> dict[str, Value]:

@@ -1,0 +1,59 @@
+"""What files say, in a form that can be compared: tensors by their elements, not their places."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from restride.checkpoint.values import Constructed, OrderedDictValue, StoredTensor
+from restride.storage.torch_zip import open_torch_zip
+
+if TYPE_CHECKING:
+    from restride.checkpoint.values import Value
+
+__all__ = ["content_of", "file_content"]
+
+
+def file_content(path: Path) -> Any:
+    """Everything that a file of ``torch.save`` holds; see `content_of`."""
+    return content_of(open_torch_zip(path).value)
+
+
+def content_of(value: Value) -> Any:
+    """Plain Python values that are equal where the loaded ones would be, classes included."""
+    match value:
+        case StoredTensor():
+            return "tensor", value.storage.dtype.name, value.shape, _elements(value)
+        case OrderedDictValue():
+            return "ordered", _pairs(value), content_of(value.state)
+        case dict():
+            return _pairs(value)
+        case list() | tuple():
+            return type(value).__name__, [content_of(item) for item in value]
+        case Constructed():
+            parts = (value.constructor, value.args, value.kwargs, value.state, value.items)
+            pairs = [(content_of(key), content_of(entry)) for key, entry in value.pairs]
+            return "object", [content_of(part) for part in parts], pairs
+        case _:
+            return type(value).__name__, value
+
+
+def _pairs(value: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: content_of(entry) for key, entry in value.items()}
+
+
+def _elements(tensor: StoredTensor) -> bytes:
+    """The elements in row-major order."""
+    itemsize = tensor.storage.dtype.itemsize_nbytes
+    places = np.zeros((), np.int64)
+    for size, stride in zip(tensor.shape, tensor.strides, strict=True):
+        places = places[..., None] + np.arange(size) * stride
+    if not prod(tensor.shape):
+        return b""
+    with Path(tensor.storage.file).open("rb") as file:
+        file.seek(tensor.start_nbytes)
+        content = file.read((int(places.max()) + 1) * itemsize)
+    return np.frombuffer(content, np.uint8).reshape(-1, itemsize)[places.ravel()].tobytes()

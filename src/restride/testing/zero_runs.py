@@ -1,0 +1,77 @@
+"""Small ZeRO runs of every kind, drawn with hypothesis, for `restride.testing.zero_files`."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from restride.testing.zero_files import Parameter, ZeroRun
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hypothesis.strategies import DrawFn
+    from numpy.typing import NDArray
+
+    from restride.testing.zero_files import Writer
+
+__all__ = ["distinct", "zero_runs"]
+
+_STATES = ("weight", "fp32", "exp_avg", "exp_avg_sq")
+
+
+def distinct(shape: tuple[int, ...], first: int) -> NDArray[Any]:
+    """Values of which no two are equal, so that no two elements can be mixed up."""
+    return (first + np.arange(prod(shape), dtype=np.float32)).reshape(shape)
+
+
+@st.composite
+def zero_runs(
+    draw: DrawFn, *, writers: Sequence[Writer] = ("zero", "elastic", "bf16_optimizer")
+) -> ZeroRun:
+    """Runs of up to 4 x 3 ranks, some of which hold no element of some parameters."""
+    dp, tp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    parameters = {}
+    for number in range(draw(st.integers(1, 6))):
+        shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+        cut = None
+        if draw(st.booleans()):
+            dim = draw(st.integers(0, len(shape) - 1))
+            widths = draw(_widths(tp))
+            shape = (*shape[:dim], sum(widths), *shape[dim + 1 :])
+            cut = (dim, widths)
+        states = {
+            state: distinct(shape, 10_000 * number + 1000 * place)
+            for place, state in enumerate(_STATES)
+        }
+        parameters[f"layer.{number}.weight"] = Parameter(shape, states, cut, group=0)
+    # The first parameter of every group is whole, so that no rank's group is empty.
+    whole = Parameter((3,), {s: distinct((3,), 90_000 + n) for n, s in enumerate(_STATES)})
+    groups = draw(st.integers(1, 2))
+    grouped = {
+        name: Parameter(p.shape, p.states, p.cut, draw(st.integers(0, groups - 1)))
+        for name, p in parameters.items()
+    }
+    for group in range(groups):
+        shifted = {state: array + 10 * group for state, array in whole.states.items()}
+        grouped[f"norm.{group}"] = Parameter(whole.shape, shifted, None, group)
+    writer = draw(st.sampled_from(writers))
+    is_plain = writer == "bf16_optimizer"
+    return ZeroRun(
+        dp,
+        tp,
+        grouped,
+        writer=writer,
+        alignment=1 if is_plain else draw(st.sampled_from([1, 1, 4, 8])),
+        is_round_robin=not is_plain and draw(st.booleans()),
+        has_mappings=draw(st.integers(0, 4)) > 0,
+    )
+
+
+@st.composite
+def _widths(draw: DrawFn, ranks: int) -> tuple[int, ...]:
+    widths = draw(st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks))
+    return tuple(widths) if any(widths) else (1, *widths[1:])

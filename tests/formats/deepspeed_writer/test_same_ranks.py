@@ -1,0 +1,95 @@
+"""A real checkpoint converted to the ranks and stage that it has: the same files again."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from restride.formats.deepspeed.reader import read_catalog
+from restride.formats.deepspeed.target import DeepSpeedTarget
+from restride.formats.deepspeed.training import read_training
+from restride.formats.deepspeed.writer import lay_out
+from restride.testing.exporting import write_export
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.interop
+
+_CHECKPOINTS = {
+    "bloom_tp2_z1": (2, 1, 1),
+    "codegen_fused_tp2_z1": (2, 1, 1),
+    "codegen_fused_tp2dp2_z1": (2, 2, 1),
+    "codegen_rowcut_tp2_z1": (2, 1, 1),
+    "gpt2_tp1dp2_z1": (1, 2, 1),
+    "llama_tied_tp2_z1": (2, 1, 1),
+    "llama_tp1dp2_z1": (1, 2, 1),
+    "llama_tp1dp2_z2": (1, 2, 2),
+    "llama_tp2_z1": (2, 1, 1),
+    "llama_tp2_z1_fp32": (2, 1, 1),
+    "llama_unevenkv_tp2_z1": (2, 1, 1),
+    "mixtral_tp2_z1": (2, 1, 1),
+    "opt_tp2_z1": (2, 1, 1),
+}
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """The parts of a value that has some."""
+    if isinstance(value, dict):
+        return {**value, "_metadata": getattr(value, "_metadata", None)}
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    is_plain = isinstance(value, Enum) or not hasattr(value, "__dict__")
+    return None if is_plain else vars(value)
+
+
+def _difference(expected: Any, found: Any, where: str) -> str:
+    """Where two loaded values differ, or nothing; also in their classes."""
+    if type(expected) is not type(found):
+        return f"{where}: {type(expected)}, {type(found)}"
+    if isinstance(expected, torch.Tensor):
+        is_same = expected.dtype == found.dtype and torch.equal(expected, found)
+        return "" if is_same else f"{where}: {expected}, {found}"
+    parts, others = _parts(expected), _parts(found)
+    if parts is None or others is None:
+        return "" if expected == found else f"{where}: {expected!r}, {found!r}"
+    if parts.keys() != others.keys():
+        return f"{where}: {sorted(map(repr, parts.keys() ^ others.keys()))}"
+    differences = (_difference(parts[key], others[key], f"{where}[{key!r}]") for key in parts)
+    return next(filter(None, differences), "")
+
+
+def _without_single_parts(root: Any) -> Any:
+    """BLOOM's fused weight is said to have one sub-parameter: it is cut like any other."""
+    info = root.get("universal_checkpoint_info", {})
+    several = {
+        pattern for pattern, widths in info.pop("sub_param_shard_widths", {}).items() if widths[1:]
+    }
+    parts = info.get("parameter_with_sub_params", [])
+    parts[:] = [entry for entry in parts if several.intersection(entry["patterns"])]
+    return root
+
+
+@pytest.mark.parametrize("name", _CHECKPOINTS)
+def test_files_hold_what_the_engine_wrote(name: str, shared: Path, tmp_path: Path) -> None:
+    root = shared / "checkpoints" / name
+    source = read_catalog(root)
+    layouts = {tensor.name: tensor.layout for tensor in source.tensors}
+
+    export = lay_out(source, read_training(source), DeepSpeedTarget(*_CHECKPOINTS[name]), layouts)
+    write_export(source, export, tmp_path / "out")
+
+    assert not export.findings
+    files = sorted(path.relative_to(root) for path in (root / "step").iterdir())
+    assert sorted(path.name for path in (tmp_path / "out" / "step").iterdir()) == [
+        path.name for path in files
+    ]
+    assert (tmp_path / "out" / "latest").read_bytes() == (root / "latest").read_bytes()
+    for file in files:
+        expected = torch.load(root / file, weights_only=False)
+        found = torch.load(tmp_path / "out" / file, weights_only=False)
+        assert not _difference(*map(_without_single_parts, (expected, found)), str(file))
