@@ -66,6 +66,7 @@ def convert(
     states: States = "weights",
     dtype: str | None = None,
     max_shard_nbytes: int | None = None,
+    stage: int | None = None,
     tp: int | None = None,
     dp: int | None = None,
     ep: int | None = None,
@@ -96,6 +97,8 @@ def convert(
         states: Only the weights, or everything. What DeepSpeed resumes from always has everything.
         dtype: Type of the weights in safetensors, where it is not the one they were trained in.
         max_shard_nbytes: Largest file of safetensors; a larger model is split, with an index.
+        stage: ZeRO stage of the engines that load a universal folder: 1 and 2 are one shape, 3 is
+            another. By default that of the source.
         tp: Tensor-parallel ranks of the sharded form; by default those of the source, as for `dp`
             and `zero`.
         dp: Data-parallel ranks: all ranks, divided by `tp`.
@@ -131,7 +134,7 @@ def convert(
     started = time.perf_counter()
     catalog = open_catalog(path)
     wanted = Wanted(
-        to, states, dtype, max_shard_nbytes, tp, dp, ep, zero, config, rules, plan, grain
+        to, states, dtype, max_shard_nbytes, stage, tp, dp, ep, zero, config, rules, plan, grain
     )
     export = lay_out_export(catalog, wanted)
     output = export.output

@@ -10,6 +10,7 @@ import msgspec
 from restride.checkpoint.output import Output, OutputFile
 from restride.checkpoint.selection import Export, cast_target, select_optimizer, select_weights
 from restride.errors import UnsupportedError
+from restride.formats._registry import open_training
 from restride.targets import Cut, find_cut
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.selection import Selected, States, Target
-    from restride.checkpoint.training import Training
 
 __all__ = ["Wanted", "lay_out_export"]
 
@@ -32,6 +32,8 @@ class Wanted:
         states: Only the weights, or everything. DeepSpeed's own forms always have everything.
         dtype: Type of the weights in safetensors, where it is not the one they were trained in.
         max_shard_nbytes: Largest file of safetensors.
+        stage: ZeRO stage of the engines that load a universal folder, by default that of the
+            source: 1 and 2 are one shape, 3 is another.
         tp, dp, ep, zero: Ranks and ZeRO stage of the engine that resumes from the sharded form; by
             default those of the source.
         config, rules, plan, grain: What says how its tensor-parallel ranks cut: see `Cut`.
@@ -41,6 +43,7 @@ class Wanted:
     states: States = "weights"
     dtype: str | None = None
     max_shard_nbytes: int | None = None
+    stage: int | None = None
     tp: int | None = None
     dp: int | None = None
     ep: int | None = None
@@ -51,9 +54,10 @@ class Wanted:
     grain: int | None = None
 
 
+_PARTITIONED: Final = 3
 _TAKEN: Final = {
     "safetensors": {"dtype", "max_shard_nbytes"},
-    "universal": set[str](),
+    "universal": {"stage"},
     "deepspeed": {"tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"},
 }
 
@@ -75,7 +79,7 @@ def lay_out_export(catalog: Catalog, wanted: Wanted) -> Export:
         dtype = cast_target(wanted.dtype) if wanted.dtype is not None else None
         return _lay_out_safetensors(catalog, wanted.states, dtype, wanted.max_shard_nbytes)
     if wanted.to == "universal":
-        return _lay_out_universal(catalog)
+        return _lay_out_universal(catalog, wanted.stage)
     return _lay_out_deepspeed(catalog, wanted)
 
 
@@ -114,19 +118,16 @@ def _lay_out_safetensors(
     return Export(Output.joined(outputs), tuple(selected))
 
 
-def _lay_out_universal(catalog: Catalog) -> Export:
+def _lay_out_universal(catalog: Catalog, stage: int | None) -> Export:
     """The same for a universal folder, which only DeepSpeed's own checkpoints have all parts of."""
-    from restride.formats.deepspeed.companions import read_companions  # noqa: PLC0415
     from restride.formats.universal import lay_out  # noqa: PLC0415 - only when it is written
 
-    if not catalog.format.startswith("deepspeed"):
+    if stage not in {None, 1, 2, 3}:
         raise UnsupportedError(
-            f"a universal folder cannot be made of {catalog.format}: it has no loader state, "
-            "scheduler and parameter groups",
-            where=catalog.root,
-            remedy="convert the DeepSpeed checkpoint itself",
+            f"there is no universal folder for ZeRO-{stage}", remedy="choose 1, 2 or 3"
         )
-    return lay_out(catalog, read_companions(catalog))
+    is_partitioned = stage == _PARTITIONED if stage else catalog.format.endswith("zero-3")
+    return lay_out(catalog, open_training(catalog), is_partitioned=is_partitioned)
 
 
 def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted) -> Export:
@@ -134,7 +135,7 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted) -> Export:
     from restride.formats.deepspeed.target import DeepSpeedTarget  # noqa: PLC0415
     from restride.formats.deepspeed.writer import lay_out  # noqa: PLC0415
 
-    training = _read_training(catalog)
+    training = open_training(catalog)
     target = DeepSpeedTarget(
         tp=_size(catalog, wanted.tp, "tp"),
         dp=_size(catalog, wanted.dp, "dp"),
@@ -144,20 +145,6 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted) -> Export:
     cut = find_cut(catalog, Cut(target.tp, wanted.config, wanted.rules, wanted.plan, wanted.grain))
     written = lay_out(catalog, training, target, cut.layouts)
     return Export(written.output, written.sources, (*cut.findings, *written.findings))
-
-
-def _read_training(catalog: Catalog) -> Training:
-    if catalog.format == "deepspeed universal":
-        from restride.formats.universal.training import read_training  # noqa: PLC0415
-    elif catalog.format.startswith("deepspeed"):
-        from restride.formats.deepspeed.training import read_training  # noqa: PLC0415
-    else:
-        raise UnsupportedError(
-            f"{catalog.format} has no optimizer, scheduler and counters to resume from",
-            where=catalog.root,
-            remedy="convert the DeepSpeed checkpoint itself",
-        )
-    return read_training(catalog)
 
 
 def _size(catalog: Catalog, said: int | None, axis: str) -> int:

@@ -17,7 +17,7 @@ MEASURED = """
 import json, sys
 from restride import api
 from restride.formats import deepspeed, safetensors, universal
-from restride.formats.deepspeed import companions
+from restride.formats.deepspeed import companions, training
 
 def peak():
     lines = open("/proc/self/status").read().splitlines()

@@ -73,6 +73,12 @@ _MOST_SHOWN: Final = 12
     callback=as_nbytes,
     help="Start a new file above this size, such as 5GB.",
 )
+@click.option(
+    "--stage",
+    type=click.IntRange(1, 3),
+    metavar="1|2|3",
+    help="ZeRO stage of the engines that load a universal folder. Default: that of the source.",
+)
 @memory_option
 @click.option(
     "--replicas",
@@ -93,6 +99,7 @@ def command(
     states: Literal["weights", "all"],
     dtype: str | None,
     max_shard_size: int | None,
+    stage: int | None,
     tp: int | None,
     dp: int | None,
     ep: int | None,
@@ -119,6 +126,7 @@ def command(
             states=states,
             dtype=dtype,
             max_shard_nbytes=max_shard_size,
+            stage=stage,
             tp=tp,
             dp=dp,
             ep=ep,

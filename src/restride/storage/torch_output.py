@@ -89,6 +89,7 @@ class TorchOutput:
     def __init__(self, catalog: Catalog) -> None:
         root = Path(catalog.root)
         self._numbers = {str(root / file.name): n for n, file in enumerate(catalog.files)}
+        self._nbytes = {str(root / file.name): file.nbytes for file in catalog.files}
         self._files: list[OutputFile] = []
         self._arrays: list[OutputArray] = []
         self._copies: list[tuple[OutputTensor, Selected]] = []
@@ -144,6 +145,16 @@ class TorchOutput:
         """Add a file of known bytes."""
         self._files.append(OutputFile(name, len(content), ((0, content),)))
 
+    def copy_file(self, name: str, path: str) -> None:
+        """Add a copy of a file of the source, byte for byte.
+
+        Raises:
+            PlanError: It is no file of the catalog.
+        """
+        nbytes = self._nbytes.get(path, 0)
+        self._copy_bytes(name, nbytes, self._place(path, 0), Region(len(self._files), 0))
+        self._files.append(OutputFile(name, nbytes))
+
     def finish(self, findings: tuple[Finding, ...] = ()) -> Export:
         """Return all of it.
 
@@ -165,14 +176,22 @@ class TorchOutput:
         )
 
     def _copy(self, key: str, storage: Storage, target: Region) -> None:
-        number = self._numbers.get(storage.file)
-        if number is None:
-            raise PlanError(f"{storage.file} is no file of the checkpoint")
-        layout = replicated((storage.nbytes,), mesh=_ONE_RANK)
-        entry = StateEntry(_BYTE, layout, (Region(number, storage.start_nbytes),))
+        self._copy_bytes(
+            key, storage.nbytes, self._place(storage.file, storage.start_nbytes), target
+        )
+
+    def _copy_bytes(self, key: str, nbytes: int, source: Region, target: Region) -> None:
+        layout = replicated((nbytes,), mesh=_ONE_RANK)
+        entry = StateEntry(_BYTE, layout, (source,))
         self._copies.append(
             (
                 OutputTensor(key, _BYTE, layout, (target,)),
                 Selected(key, key, COPIED, entry, _BYTE),
             )
         )
+
+    def _place(self, path: str, start_nbytes: int) -> Region:
+        number = self._numbers.get(path)
+        if number is None:
+            raise PlanError(f"{path} is no file of the checkpoint")
+        return Region(number, start_nbytes)

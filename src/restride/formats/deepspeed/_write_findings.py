@@ -12,14 +12,14 @@ from restride.formats.deepspeed._values import JsonWriter
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from restride.checkpoint.training import ModelRank
+    from restride.checkpoint.training import ModelRank, Training
     from restride.checkpoint.values import StoredTensor
     from restride.formats.deepspeed._values import Json
     from restride.formats.deepspeed._writing import Writing
 
-__all__ = ["findings_of"]
+__all__ = ["findings_of", "rank_findings"]
 
 _BATCH_KEYS: Final = (
     "train_batch_size",
@@ -90,7 +90,17 @@ def _ranks(writing: Writing) -> Iterator[Finding]:
         for dp in range(data)
         for tp in range(target.tp)
     ]
-    if chosen == list(range(len(training.ranks))):
+    yield from rank_findings(training, chosen)
+
+
+def rank_findings(training: Training, chosen: Sequence[int]) -> Iterator[Finding]:
+    """Tell of values that not all ranks of the source share, where some of them are left out.
+
+    Args:
+        training: What the ranks stored.
+        chosen: For each rank of the output, the number of the one that speaks for it.
+    """
+    if list(chosen) == list(range(len(training.ranks))):
         return
     with FilePool() as pool:
         ranks = [_comparable(rank, pool) for rank in training.ranks]

@@ -1,25 +1,19 @@
-"""What goes with the tensors of a ZeRO-1 or ZeRO-2 checkpoint into a universal folder.
+"""What a universal folder says of the tensors beside their elements, and of the source's geometry.
 
-DeepSpeed restores a universal folder by what is in it: the state of the optimizer without its
-tensors, a copy of the model file of each model-parallel rank, and beside each array a few marks
-that say how it was joined (deepspeed 0.19.8 `checkpoint/ds_to_universal.py`). A parameter whose
-layout an affine map describes has none of these marks.
+DeepSpeed restores a universal folder by what is in it: beside each array a few marks that say how
+it was joined, and the state of the optimizer without its arrays (deepspeed 0.19.8
+`checkpoint/ds_to_universal.py`). A parameter whose layout an affine map describes has no marks.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from restride.checkpoint.companions import CarriedFile, Companions
 from restride.checkpoint.values import Constructed, GlobalName
-from restride.errors import CorruptError, UnsupportedError
+from restride.errors import CorruptError
 from restride.formats.deepspeed._experts import read_experts
-from restride.formats.deepspeed._fields import Field
-from restride.formats.deepspeed._files import find_tag
-from restride.formats.deepspeed._model import read_model_file
-from restride.formats.deepspeed._optimizer import read_zero_file
 from restride.formats.deepspeed._patterns import PatternTable
 from restride.formats.deepspeed._placement import (
     AVERAGED,
@@ -28,156 +22,96 @@ from restride.formats.deepspeed._placement import (
     TWO_SUB_PARAMS,
     VOCABULARY,
 )
-from restride.storage.torch_zip import open_torch_zip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from restride.algebra.layout import Shape
     from restride.checkpoint.catalog import Catalog
+    from restride.checkpoint.training import Training
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._experts import ExpertParameter
+    from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._model import ModelFile
-    from restride.formats.deepspeed._optimizer import ZeroFile
+    from restride.formats.deepspeed._run import Run
 
-__all__ = ["read_companions"]
+__all__ = ["Companions", "read_companions", "read_geometry"]
 
-_FORMATS: Final = frozenset({"deepspeed zero-1", "deepspeed zero-2"})
 _INFO: Final = "universal_checkpoint_info"
-_EXPERT_LAYERS: Final = "ds_autoep_layers"
-_OLD_EXPERT_LAYERS: Final = "autoep_layers"
-_EXPERT_PATTERNS: Final = "expert_parameter_patterns"
-_EXPERT_PATTERN: Final = r"\.experts\.w[123]$"
 _SUB_PARAMS: Final = "parameter_with_sub_params"
 _WIDTHS_SINCE: Final = 0.4
-# What is told of a layer of experts where its number of ranks no longer counts.
-_EXPERT_FIELDS: Final = (
-    "moe_layer_id",
-    "module_path",
-    "expert_key_prefix",
-    "num_experts",
-    "num_local_experts",
-    "ep_size",
-)
-# What becomes the files of the parameters.
-_SHARDED: Final = frozenset(
-    {"base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups"}
+# What the peer leaves in the optimizer's state although it is of the source's ranks.
+_GEOMETRY: Final = (
+    "zero_stage",
+    "group_paddings",
+    "param_alignment_paddings",
+    "partition_count",
+    "ds_zero_partition_groups",
+    _INFO,
 )
 _SUB_PARAM_CLASS: Final = GlobalName("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
 
 
-def read_companions(catalog: Catalog) -> Companions:
-    """Read again, from the files of a catalog, what its tensors need to be restored.
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """What goes with the arrays of a checkpoint into a universal folder.
+
+    Attributes:
+        marks: For each trained tensor, what its files say of it besides the array.
+        shapes: For some tensors, the shape that the array has in its files: the same elements in
+            the same order.
+        experts: Stacked parameters of mixture-of-experts layers, by name.
+    """
+
+    marks: Mapping[str, Mapping[str, Value]]
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    experts: Mapping[str, ExpertParameter] = field(default_factory=dict)
+
+
+def read_companions(run: Run, catalog: Catalog, training: Training) -> Companions:
+    """Find out how the peer would mark each trained tensor.
 
     Args:
-        catalog: What `read_catalog` gave.
+        run: The model files: of a sharded checkpoint, or those in a universal folder.
+        catalog: What the checkpoint holds.
+        training: What goes with the tensors.
 
     Raises:
-        UnsupportedError: It is of another stage, has no optimizer files, or they have no parameter
-            groups.
-        FormatError, ExecutionError: As for `read_catalog`.
-
-    Cost:
-        The metadata of the model files and of one optimizer file is read.
+        FormatError: The model files describe parameters in another way than they must.
+        CorruptError: What they say does not fit the shapes.
     """
-    root = Path(catalog.root)
-    if catalog.format not in _FORMATS:
-        raise UnsupportedError(
-            f"a universal folder cannot be made of {catalog.format} yet",
-            where=str(root),
-            remedy="it can of deepspeed zero-1 and zero-2; or convert with --to safetensors",
-        )
-    _, below = find_tag(root)
-    names = {file.name.removeprefix(below): n for n, file in enumerate(catalog.files)}
-    models = [name for name in names if name.startswith("mp_rank_")]
-    optimizer = [
-        name for name in names if name.endswith("zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    ]
-    if not optimizer:
-        raise UnsupportedError(
-            "has no optimizer file of the first rank; a universal folder is made of them",
-            where=str(root / below),
-            remedy="convert the weights with --to safetensors",
-        )
-    roots = {
-        name: Field(open_torch_zip(root / below / name).value, below + name) for name in models
-    }
-    zero_root = Field(open_torch_zip(root / below / optimizer[0]).value, below + optimizer[0])
-    zero = read_zero_file(zero_root, below + optimizer[0], 0, 0)
-    first = read_model_file(roots[models[0]], below + models[0], 0)
-    experts = read_experts(_expert_layers(first.root))
+    first = run.models[0]
+    layers = first.root.get("ds_autoep_layers") or first.root.get("autoep_layers")
+    experts = read_experts(layers)
     marks = _Marks(first, experts)
-    trained = [name for group in first.param_shapes or () for name in group]
-    shapes = {t.name: t.layout.full_shape for t in catalog.tensors}
+    trained = {name for group in training.groups for name in group.names}
+    shapes = {
+        tensor.name: tensor.layout.full_shape
+        for tensor in catalog.tensors
+        if tensor.name in trained
+    }
     return Companions(
-        tag=below.removesuffix("/") or root.resolve().name,
-        optimizer=_optimizer_state(zero, catalog.mesh.axis_size("dp")),
-        files=tuple(CarriedFile(name, names[name], _changed(roots[name])) for name in models),
-        marks={name: marks.of(name, shapes[name]) for name in trained if name in shapes},
-        shapes=dict(marks.shapes({name: shapes[name] for name in trained if name in shapes})),
-        scalars=_scalars(first, zero),
+        marks={name: marks.of(name, shape) for name, shape in shapes.items()},
+        shapes=dict(marks.shapes(shapes)),
+        experts=experts,
     )
 
 
-def _expert_layers(root: Field) -> Field | None:
-    return root.get(_EXPERT_LAYERS) or root.get(_OLD_EXPERT_LAYERS)
+def read_geometry(state: Field, dp_size: int) -> dict[str, Value]:
+    """Read what an optimizer's state says of the ranks of the source, as the peer leaves it.
 
+    Nothing is padded any more; and every group of ZeRO-1 and ZeRO-2 is counted as one over all
+    data-parallel ranks.
 
-def _optimizer_state(zero: ZeroFile, dp_size: int) -> Value:
-    """Everything but the flat tensors, with the hyperparameters of the groups.
-
-    Nothing is padded any more; and every group is counted as one over all data-parallel ranks, as
-    the peer does.
+    Args:
+        state: The state of the optimizer as a whole.
+        dp_size: Data-parallel ranks of the source.
     """
-    if not zero.param_groups:
-        raise UnsupportedError(
-            "has no parameter groups: elastic_checkpoint leaves the hyperparameters out, and a "
-            "universal folder needs them",
-            where=zero.state.where,
-            remedy="save the checkpoint without elastic_checkpoint",
-        )
-    state: dict[Value, Value] = {
-        key: entry.value for key, entry in zero.state.items() if key not in _SHARDED
-    }
+    found = {key: entry.value for key in _GEOMETRY if (entry := state.get(key)) is not None}
     for key, number in (("group_paddings", 0), ("partition_count", dp_size)):
-        stored = zero.state.get(key)
+        stored = state.get(key)
         if stored is not None and stored.is_sequence:
-            state[key] = [number] * len(stored.elements())
-    return {**state, "param_groups": [group.value for group in zero.param_groups]}
-
-
-def _changed(root: Field) -> Value:
-    """A model file of a run with experts, told how universal folders name them; else None."""
-    layers = _expert_layers(root)
-    if layers is None:
-        return None
-    info = root.get(_INFO)
-    return {
-        **dict(_entries(root)),
-        _INFO: {
-            **(dict(_entries(info)) if info else {}),
-            _EXPERT_PATTERNS: [_EXPERT_PATTERN],
-            _EXPERT_LAYERS: [
-                {key: entry.at(key).value for key in _EXPERT_FIELDS if entry.get(key)}
-                for entry in layers.elements()
-            ],
-        },
-    }
-
-
-def _entries(mapping: Field) -> Iterator[tuple[str, Value]]:
-    """Entries of a mapping; one whose value is None is an entry too."""
-    for key, entry in mapping.items():
-        yield key, entry.value
-
-
-def _scalars(model: ModelFile, zero: ZeroFile) -> dict[str, dict[str, Value]]:
-    """The step, where the optimizer counts it in a plain number."""
-    found: dict[str, dict[str, Value]] = {}
-    for group, members in zip(zero.groups, model.param_shapes or (), strict=True):
-        step = group.others.get("step")
-        if step is not None and type(step.value) in {int, float}:
-            found.update((name, {"step": step.value}) for name in members)
+            found[key] = [number] * len(stored.elements())
     return found
 
 

@@ -8,6 +8,7 @@ that is no tensor; under ZeRO-3 only shapes and dtypes instead of the weights.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import FileEntry, Finding
@@ -46,7 +47,8 @@ class ModelFiles:
         tensors: Parameters and buffers in the order of the model, with the states that the model
             files have. Empty where they do not say how the ranks cut them.
         order: Names of the parameters in the order of the model.
-        trained: For each entry of ``param_shapes``, parameters that the optimizer has states of.
+        trained: For each tensor-parallel rank, the names in each entry of its ``param_shapes``:
+            parameters that the optimizer has states of.
         experts: Stacked experts by name.
         aliases: Other names, with the one that has the states.
         values: What is no tensor.
@@ -57,7 +59,7 @@ class ModelFiles:
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
     order: tuple[str, ...]
-    trained: tuple[tuple[str, ...], ...]
+    trained: tuple[tuple[tuple[str, ...], ...], ...]
     experts: Mapping[str, ExpertParameter]
     aliases: Mapping[str, str]
     values: Mapping[str, Json]
@@ -67,6 +69,11 @@ class ModelFiles:
     def is_partitioned(self) -> bool:
         """Whether they are of ZeRO-3."""
         return self.run.is_partitioned
+
+    @property
+    def trained_names(self) -> tuple[str, ...]:
+        """Every parameter that the optimizer of some rank has states of."""
+        return tuple(dict.fromkeys(chain(*chain(*self.trained))))
 
     def partition_count(self, members: Sequence[str]) -> int:
         """Count the data-parallel ranks that shared the buffer of a group in the source.
@@ -104,27 +111,17 @@ def read_model_files(folder: Path, below: str) -> ModelFiles | None:
         message = f"the weights as they were trained are left out: {error}"
         findings.append(Finding("warning", "not-read", message, first.name))
         tensors = ()
-    trained = _trained(run)
+    trained = tuple(tuple(map(tuple, model.param_shapes or ())) for model in run.models)
     values = read_values(run, (), expert_files.extras)
     findings += [finding for finding in run.findings if finding.kind not in _EXPECTED]
     return ModelFiles(
         run,
         tuple(replace(entry, name=below + entry.name) for entry in run.files.entries),
         tensors,
-        tuple(dict.fromkeys([*first.dtypes, *(name for names in trained for name in names)])),
+        tuple(dict.fromkeys([*first.dtypes, *chain(*chain(*trained))])),
         trained,
         experts,
         {alias: name for model in run.models for alias, name in model.aliases.items()},
         values,
         tuple(findings),
     )
-
-
-def _trained(run: Run) -> tuple[tuple[str, ...], ...]:
-    """Names of each group over all ranks: a rank does not list what it has no element of."""
-    by_rank = [model.param_shapes or () for model in run.models]
-    found: list[dict[str, None]] = [{} for _ in range(max(map(len, by_rank)))]
-    for groups in by_rank:
-        for number, shapes in enumerate(groups):
-            found[number].update(dict.fromkeys(shapes))
-    return tuple(map(tuple, found))

@@ -9,9 +9,11 @@ each sub-group its step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from itertools import chain
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.checkpoint.catalog import FileEntry
+from restride.checkpoint.orders import merged_order
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError
 from restride.formats.deepspeed._fields import Field
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["OPTIMIZER_STATE", "OptimizerState", "read_optimizer_state"]
+__all__ = ["OPTIMIZER_STATE", "OptimizerState", "Trained", "read_optimizer_state"]
+
+Trained: TypeAlias = "Sequence[Sequence[Sequence[str]]]"
 
 OPTIMIZER_STATE: Final = "optimizer_state.pt"
 _BY_SUB_GROUP: Final = "optimizer_state_dict"
@@ -47,26 +51,61 @@ class OptimizerState:
     parents: tuple[int, ...] | None
     parts: tuple[Mapping[str, Field], ...]
 
-    def members(self, shapes: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-        """Names of the parameters of each group.
+    def entries(self, trained: Trained) -> dict[str, int]:
+        """Find the entry of ``param_shapes`` that each parameter is in on the first rank.
+
+        Other tensor-parallel ranks may hold nothing of a parameter and split their groups elsewhere
+        (ZeRO-3): then what stands in one entry with a known parameter is of its group.
 
         Args:
-            shapes: Names in each entry of ``param_shapes``.
+            trained: For each rank, the names in each entry of its ``param_shapes``.
 
         Raises:
-            CorruptError: There are more or fewer of them than this file counts.
+            CorruptError: This file counts more or fewer entries than the first rank has, or nothing
+                says which group a parameter is in.
         """
-        parents = tuple(range(len(self.groups))) if self.parents is None else self.parents
-        if len(parents) != len(shapes):
+        count = len(self.groups) if self.parents is None else len(self.parents)
+        if len(trained[0]) != count:
             raise CorruptError(
-                f"counts {len(parents)} groups of parameters, param_shapes of the model files has "
-                f"{len(shapes)}",
+                f"counts {count} groups of parameters, param_shapes of the model files has "
+                f"{len(trained[0])}",
                 where=self.root.where,
             )
-        found: list[tuple[str, ...]] = [() for _ in self.groups]
-        for parent, names in zip(parents, shapes, strict=True):
-            found[parent] += tuple(names)
+        found = {name: number for number, names in enumerate(trained[0]) for name in names}
+        for listed in trained[1:]:
+            for number, names in enumerate(listed):
+                known = next((found[name] for name in names if name in found), None)
+                if known is None and (len(listed) == count or len(self.groups) == 1):
+                    known = min(number, count - 1)
+                if known is None:
+                    raise CorruptError(
+                        f"nothing says which of {len(self.groups)} groups of parameters has "
+                        f"{names[0]!r}",
+                        where=self.root.where,
+                    )
+                found.update((name, known) for name in names if name not in found)
         return found
+
+    def members(self, trained: Trained, order: Sequence[str]) -> list[tuple[str, ...]]:
+        """Names of the parameters of each group, in the order of the ranks' buffers.
+
+        Args:
+            trained: For each rank, the names in each entry of its ``param_shapes``.
+            order: Names in the order of the model.
+
+        Raises:
+            CorruptError: As for `entries`.
+        """
+        entries = self.entries(trained)
+        by_rank: list[list[list[str]]] = [[[] for _ in self.groups] for _ in trained]
+        for listed, groups in zip(trained, by_rank, strict=True):
+            for name in chain(*listed):
+                groups[self.parent(entries[name])].append(name)
+        return [merged_order(ranks, order) for ranks in zip(*by_rank, strict=True)]
+
+    def parent(self, entry: int) -> int:
+        """Group that an entry of ``param_shapes`` is a part of."""
+        return entry if self.parents is None else self.parents[entry]
 
 
 def read_optimizer_state(path: Path, name: str) -> OptimizerState:

@@ -65,7 +65,9 @@ def read_values(
     for where in writer.left_behind:
         message = f"{where} is a tensor too large to be carried as a value; it is only described"
         findings.append(Finding("warning", "not-carried", message, where))
-    members = optimizer.members(models.trained) if models and models.trained else None
+    members = None
+    if models is not None and models.trained_names:
+        members = optimizer.members(models.trained, models.order)
     listed: list[Json] = []
     for number, group in enumerate(groups):
         plain = dict(group) if isinstance(group, dict) else {}

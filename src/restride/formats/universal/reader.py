@@ -38,13 +38,17 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed.model_files import ModelFiles
     from restride.formats.universal._optimizer_state import OptimizerState
 
-__all__ = ["PARTITIONED", "find_folder", "read_catalog"]
+__all__ = ["FORMAT", "LATEST", "PARTITIONED", "find_folder", "read_catalog"]
 
-PARTITIONED: Final = "deepspeed universal zero-3"
+FORMAT: Final = "deepspeed universal"
+"""Format of a folder in the shape of ZeRO-1 and ZeRO-2."""
+
+PARTITIONED: Final = f"{FORMAT} zero-3"
 """Format of a folder in the shape of ZeRO-3."""
 
-_FORMAT: Final = "deepspeed universal"
-_LATEST: Final = "latest_universal"
+LATEST: Final = "latest_universal"
+"""File that names the folder."""
+
 _PARAMETERS: Final = "zero"
 _SUFFIX: Final = ".pt"
 _PARAM: Final = "param"
@@ -84,7 +88,7 @@ def read_catalog(path: str | PathLike[str]) -> Catalog:
     tensors = tuple(reader.read())
     is_partitioned = models is not None and models.is_partitioned
     return Catalog(
-        format=PARTITIONED if is_partitioned else _FORMAT,
+        format=PARTITIONED if is_partitioned else FORMAT,
         root=str(root),
         files=tuple(reader.files),
         mesh=_mesh(models),
@@ -103,18 +107,18 @@ def find_folder(root: Path) -> str:
     if (root / _PARAMETERS).is_dir():
         return ""
     try:
-        with (root / _LATEST).open("rb") as file:
+        with (root / LATEST).open("rb") as file:
             text = file.read(_LONGEST_TAG + 1)
     except OSError as error:
         raise FormatError(
-            f"is no universal folder: it has neither {_PARAMETERS!r} nor {_LATEST!r}",
+            f"is no universal folder: it has neither {_PARAMETERS!r} nor {LATEST!r}",
             where=str(root),
         ) from error
     tag = text.decode("utf-8", "replace").strip()
     if len(text) > _LONGEST_TAG or not _is_name(tag) or not (root / tag / _PARAMETERS).is_dir():
         raise FormatError(
             f"names {tag[:80]!r}, which is no universal folder beside it",
-            where=str(root / _LATEST),
+            where=str(root / LATEST),
             remedy="open the universal folder itself",
         )
     return f"{tag}/"
@@ -157,7 +161,7 @@ class _Reader:
         known = {tensor.name: tensor for tensor in models.tensors} if models else {}
         order = dict.fromkeys([*known, *(models.order if models else ()), *sorted(names)])
         aliases = models.aliases if models else {}
-        trained = {name for group in models.trained for name in group} if models else set()
+        trained = set(models.trained_names if models else ())
         for name in order:
             entry = known.get(name)
             if aliases.get(name) in order:
@@ -283,15 +287,17 @@ class _Reader:
         state, models = self.optimizer, self._models
         if state is None or models is None or state.parents is None:
             return
-        state.members(models.trained)
         number = len(self.files) - 1
-        for part, names in zip(state.parts, models.trained, strict=True):
-            shared = {
+        shared = [
+            {
                 key: _entry_of(entry.value, number, entry.where)
                 for key, entry in part.items()
                 if isinstance(entry.value, StoredTensor)
             }
-            yield from ((name, shared) for name in names)
+            for part in state.parts
+        ]
+        for name, entry in state.entries(models.trained).items():
+            yield name, shared[entry]
 
     def _tell(self, severity: Severity, kind: str, message: str, name: str) -> None:
         self.findings.append(Finding(severity, kind, message, f"tensor {name!r}"))

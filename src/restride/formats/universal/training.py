@@ -12,7 +12,7 @@ from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._optimizer import CONSUMED_KEYS
 from restride.formats.deepspeed._settings import group_order, is_round_robin
 from restride.formats.deepspeed.model_files import read_model_files
-from restride.formats.deepspeed.training import merged_order, read_model_training
+from restride.formats.deepspeed.training import read_model_training
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
 from restride.formats.universal.reader import find_folder
 from restride.storage.torch_zip import open_torch_zip
@@ -71,9 +71,10 @@ def read_training(catalog: Catalog) -> Training:
 
 
 def _groups(models: ModelFiles, state: OptimizerState, folder: Path) -> Iterator[ParameterGroup]:
-    by_rank = [state.members(_in_order(models, tp)) for tp in range(models.run.tp_size)]
+    trained = [_in_order(models, tp) for tp in range(models.run.tp_size)]
+    members = state.members(trained, models.order)
     for number, group in enumerate(state.groups):
-        names = merged_order([members[number] for members in by_rank])
+        names = members[number]
         shared = [
             part
             for part, parent in zip(state.parts, state.parents or (), strict=True)

@@ -1,62 +1,83 @@
 """Describe a universal folder before it is written.
 
     latest_universal                       name of the folder beside it
-    TAG_universal/zero/PARAMETER/fp32.pt   {"param": the whole tensor, and what marks it}
+    TAG_universal/zero/PARAMETER/fp32.pt   the whole tensor, and what marks it
     TAG_universal/zero/PARAMETER/STATE.pt  the same for each state of the optimizer
     TAG_universal/zero/PARAMETER/step.pt   the step, bare
     TAG_universal/zero/optimizer_state.pt  loss scaler, parameter groups
     TAG_universal/mp_rank_TT_model_states.pt
 
-This is the form that DeepSpeed 0.19.8 gives checkpoints of ZeRO-1 and ZeRO-2. ``load_checkpoint``
-of an engine whose configuration says ``"checkpoint": {"load_universal": true}`` takes it from here.
+``load_checkpoint`` of an engine whose configuration says ``"checkpoint": {"load_universal": true}``
+takes it from here. DeepSpeed 0.19.8 gives checkpoints of ZeRO-1 and ZeRO-2 this shape, and those of
+ZeRO-3 another one, which its ZeRO-3 engine insists on: model files by data-parallel rank, steps in
+``optimizer_state.pt``, and where nothing cuts the tensors, they are flat and without any marks.
 """
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from restride.algebra.mesh import Mesh
-from restride.checkpoint.catalog import Finding, Region, StateEntry
+from restride.checkpoint.catalog import Finding
 from restride.checkpoint.dtypes import DTYPES
-from restride.checkpoint.output import Output, OutputFile, OutputTensor
-from restride.checkpoint.selection import COPIED, Export, Selected
-from restride.errors import CorruptError, PlanError, UnsupportedError
+from restride.checkpoint.selection import Selected
+from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._run import open_run
+from restride.formats.deepspeed._write_findings import rank_findings
+from restride.formats.deepspeed._writing import keyed
+from restride.formats.deepspeed.companions import read_companions
+from restride.formats.deepspeed.model_copies import ModelCopies
+from restride.formats.universal._optimizer_state import OPTIMIZER_STATE
+from restride.formats.universal._write_optimizer import (
+    SourceState,
+    read_source_state,
+    write_optimizer,
+    write_partitioned_optimizer,
+)
+from restride.formats.universal.reader import FORMAT, LATEST, find_folder
 from restride.layouts.replicated import replicated
-from restride.storage.torch_file import lay_out_torch_file, new_tensor
+from restride.storage.torch_output import FileDraft, TorchOutput
 
 if TYPE_CHECKING:
-    from restride.algebra.layout import Shape
-    from restride.checkpoint.catalog import Catalog, TensorEntry
-    from restride.checkpoint.companions import CarriedFile, Companions
-    from restride.checkpoint.dtypes import DType
-    from restride.checkpoint.values import Storage, Value
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from restride.checkpoint.catalog import Catalog, StateEntry, TensorEntry
+    from restride.checkpoint.selection import Export
+    from restride.checkpoint.training import ParameterGroup, Training
+    from restride.checkpoint.values import Value
+    from restride.formats.deepspeed.companions import Companions
 
 __all__ = ["lay_out"]
 
 _ONE_RANK: Final = Mesh(())
-_BYTE: Final = DTYPES["uint8"]
 _MASTER: Final = DTYPES["float32"]
 _PARAM: Final = "param"
 _STEP: Final = "step"
-_OPTIMIZER_STATE: Final = "optimizer_state.pt"
+_WEIGHT: Final = "weight"
 _CASTABLE: Final = frozenset({"float32", "bfloat16", "float16", "float64"})
+# What an engine of ZeRO-3 opens of every parameter (deepspeed 0.19.8 `runtime/zero/stage3.py`).
+_ADAM: Final = ("fp32", "exp_avg", "exp_avg_sq")
 
 
-def lay_out(catalog: Catalog, companions: Companions) -> Export:
+def lay_out(catalog: Catalog, training: Training, *, is_partitioned: bool) -> Export:
     """Describe the universal folder of a checkpoint.
 
     Args:
         catalog: What the checkpoint holds.
-        companions: What goes with the tensors.
+        training: What goes with the tensors.
+        is_partitioned: Whether it is for an engine of ZeRO-3.
 
     Returns:
         Files in the order of the model. A parameter without a master copy (a frozen one, another
-        name of a tied one) has its weight, widened. Buffers are in the model files, and only there.
+        name of a tied one) has its weight, widened; for ZeRO-3, which does not look for it, it is
+        in the model files only. So are buffers.
 
     Raises:
         CorruptError: The checkpoint is not whole.
-        UnsupportedError: A name of a tensor or state cannot be the name of a folder or file.
+        UnsupportedError: A name of a tensor or state cannot be the name of a folder or file, or an
+            engine of ZeRO-3 would miss a state.
 
     Cost:
         O(tensors * states).
@@ -68,117 +89,137 @@ def lay_out(catalog: Catalog, companions: Companions) -> Export:
                 where=catalog.root,
                 remedy="`restride check` lists everything that is missing",
             )
-    writer = _Writer(catalog, companions)
-    writer.add_all()
-    output = Output(tuple(writer.files), tuple(writer.tensors))
-    return Export(output, tuple(writer.sources), tuple(writer.findings))
+    root = Path(catalog.root)
+    is_universal = catalog.format.startswith(FORMAT)
+    run = open_run(root / find_folder(root) if is_universal else root)
+    companions = read_companions(run, catalog, training)
+    source = read_source_state(run, is_universal=is_universal)
+    if run.is_partitioned != is_partitioned:
+        source = SourceState(source.dp_size)
+    top = f"{training.tag}_universal"
+    writer = _Writer(catalog, training, companions, top)
+    name = f"{top}/zero/{OPTIMIZER_STATE}"
+    if is_partitioned:
+        # Made of another stage, there is no folder of the peer's to be like; and shapes let engines
+        # with tensor parallelism load it, which refuse what is flat.
+        writer.add_partitioned(is_flat=run.is_partitioned and run.tp_size == 1)
+        write_partitioned_optimizer(writer.output, name, catalog, training, source)
+    else:
+        writer.add_parameters()
+        write_optimizer(writer.output, name, training, source)
+    copies = ModelCopies(run, catalog, training, companions.experts)
+    copies.write(writer.output, top, is_partitioned=is_partitioned)
+    if run.is_partitioned and not is_partitioned:
+        writer.findings.extend(rank_findings(training, range(run.tp_size)))
+    writer.output.add_file(LATEST, top.encode())
+    return writer.output.finish(tuple(writer.findings))
 
 
 class _Writer:
-    def __init__(self, catalog: Catalog, companions: Companions) -> None:
-        self._catalog = catalog
+    """Adds the folder of each parameter."""
+
+    def __init__(
+        self, catalog: Catalog, training: Training, companions: Companions, top: str
+    ) -> None:
+        self._parameters = [tensor for tensor in catalog.tensors if tensor.kind == "parameter"]
+        self._groups = training.groups
         self._companions = companions
-        self._top = f"{companions.tag}_universal"
-        root = Path(catalog.root)
-        self._numbers = {str(root / file.name): n for n, file in enumerate(catalog.files)}
-        self.files: list[OutputFile] = []
-        self.tensors: list[OutputTensor] = []
-        self.sources: list[Selected] = []
+        self._top = top
+        self.output = TorchOutput(catalog)
         self.findings: list[Finding] = []
 
-    def add_all(self) -> None:
-        for tensor in self._catalog.tensors:
-            if tensor.kind == "parameter":
-                self._add_parameter(tensor)
-        self._add_value(f"{self._top}/zero/{_OPTIMIZER_STATE}", self._companions.optimizer)
-        for file in self._companions.files:
-            if file.value is None:
-                self._add_copy(file)
-            else:
-                self._add_value(f"{self._top}/{file.name}", file.value)
-        latest = self._top.encode()
-        self.files.append(OutputFile("latest_universal", len(latest), ((0, latest),)))
+    def add_parameters(self) -> None:
+        """Add them for an engine of ZeRO-1 or ZeRO-2."""
+        numbers = {name: group.numbers for group in self._groups for name in group.names}
+        for tensor in self._parameters:
+            for state, entry in _arrays(tensor):
+                marks = self._companions.marks.get(tensor.name, {})
+                self._add(tensor, state, entry, self._path(tensor.name, state), marks)
+            self._add_step(tensor, numbers.get(tensor.name, {}))
+            self._add_weight(tensor)
 
-    def _add_parameter(self, tensor: TensorEntry) -> None:
+    def add_partitioned(self, *, is_flat: bool) -> None:
+        """Add them for an engine of ZeRO-3.
+
+        Args:
+            is_flat: Whether arrays have neither shape nor marks, but for those of experts.
+        """
+        trained = {name for group in self._groups for name in group.names}
+        ignored: set[str] = set()
+        for tensor in self._parameters:
+            if tensor.name not in trained or not tensor.layout.full_numel:
+                continue
+            missing = [state for state in _ADAM if state not in tensor.states]
+            if missing:
+                raise UnsupportedError(
+                    f"has no state {missing[0]!r} (it has {', '.join(sorted(tensor.states))}), and "
+                    f"an engine of ZeRO-3 loads exactly {', '.join(_ADAM)}",
+                    where=f"tensor {tensor.name!r}",
+                    remedy="choose --stage 1, or convert with --to deepspeed",
+                )
+            is_bare = is_flat and tensor.name not in self._companions.experts
+            marks = None if is_bare else self._companions.marks.get(tensor.name, {})
+            for state, entry in _arrays(tensor):
+                self._add(tensor, state, entry, self._path(tensor.name, state), marks)
+                ignored |= {state} - {*_ADAM}
+        if ignored:
+            message = f"an engine of ZeRO-3 does not load {', '.join(sorted(ignored))} again"
+            self.findings.append(Finding("warning", "not-loaded", message))
+        self.findings.extend(_different_settings(self._groups))
+
+    def _add_step(self, tensor: TensorEntry, numbers: Mapping[str, Value]) -> None:
         where = f"tensor {tensor.name!r}"
-        shape = tensor.layout.full_shape
         for state, entry in tensor.states.items():
             if state == _STEP and not entry.layout.full_shape:
-                self._add_array(tensor, state, entry, tensor.name, entry.dtype)
-            elif entry.layout.full_shape != shape:
+                self._add(tensor, state, entry, self._path(tensor.name, state), None)
+            elif entry.layout.full_shape != tensor.layout.full_shape:
                 message = (
                     f"{where}: its state {state!r} of shape {entry.layout.full_shape} has no place "
                     "in a universal folder"
                 )
                 self.findings.append(Finding("warning", "not-carried", message, where))
-            elif state != "weight":
-                self._add_array(tensor, state, entry, tensor.name, entry.dtype)
-        for state, number in self._companions.scalars.get(tensor.name, {}).items():
-            self._add_value(self._path(tensor.name, state), number)
-        weight = tensor.states.get("weight")
+        for state, number in numbers.items():
+            if state == _STEP and type(number) in {int, float}:
+                self.output.add(FileDraft(self._path(tensor.name, state)), number)
+
+    def _add_weight(self, tensor: TensorEntry) -> None:
+        """Add the weight of a parameter, or of another name of it, that has nothing better."""
+        weight = tensor.states.get(_WEIGHT)
         names = tensor.aliases if "fp32" in tensor.states else (tensor.name, *tensor.aliases)
         if weight is None or not names:
             return
+        where = f"tensor {tensor.name!r}"
         if weight.dtype.name not in _CASTABLE:
             message = f"{where}: a weight of {weight.dtype} has no master copy to be restored from"
             self.findings.append(Finding("warning", "not-carried", message, where))
             return
         for name in names:
-            self._add_array(tensor, "weight", weight, name, _MASTER)
+            has_states = name == tensor.name and tensor.states.keys() - {_WEIGHT}
+            marks = self._companions.marks.get(name, {}) if has_states else {}
+            self._add(tensor, _WEIGHT, weight, self._path(name, "fp32"), marks)
 
-    def _add_array(
-        self, tensor: TensorEntry, state: str, entry: StateEntry, name: str, dtype: DType
+    def _add(
+        self,
+        tensor: TensorEntry,
+        state: str,
+        entry: StateEntry,
+        path: str,
+        marks: Mapping[str, Value] | None,
     ) -> None:
-        """Add the file of one state, under the tensor's own name or another one of it."""
+        """Add the file of one array: bare where there are no marks, not even none."""
         shape = entry.layout.full_shape
-        array = new_tensor("0", dtype, self._shape(tensor, shape))
-        content: dict[Value, Value] = {}
-        if name == tensor.name and tensor.states.keys() - {"weight"}:
-            content.update(self._companions.marks.get(name, {}).items())
-        content[_PARAM] = array
-        written = "fp32" if state == "weight" else state
-        layout = lay_out_torch_file(self._path(name, written), array if state == _STEP else content)
-        if array.storage.nbytes:
-            region = Region(len(self.files), layout.storages[0][1])
-            whole = replicated(shape, mesh=_ONE_RANK)
-            key = f"{name}/{written}"
-            self.tensors.append(OutputTensor(key, dtype, whole, (region,)))
-            self.sources.append(Selected(key, tensor.name, state, entry, dtype))
-        self.files.append(layout.file)
-
-    def _shape(self, tensor: TensorEntry, shape: Shape) -> Shape:
-        if shape != tensor.layout.full_shape:
-            return shape
-        return self._companions.shapes.get(tensor.name, shape)
-
-    def _add_value(self, name: str, value: Value) -> None:
-        """Add a file whose tensors are those of a source file."""
-        layout = lay_out_torch_file(name, value)
-        for storage, start in layout.storages:
-            if storage.nbytes:
-                number = self._source(storage)
-                source = Region(number, storage.start_nbytes)
-                self._add_bytes(f"{name}/{storage.key}", storage.nbytes, source, start)
-        self.files.append(layout.file)
-
-    def _add_copy(self, file: CarriedFile) -> None:
-        nbytes = self._catalog.files[file.source].nbytes
-        name = f"{self._top}/{file.name}"
-        self._add_bytes(name, nbytes, Region(file.source, 0), 0)
-        self.files.append(OutputFile(name, nbytes))
-
-    def _add_bytes(self, key: str, nbytes: int, source: Region, start: int) -> None:
-        """Copy a run of bytes into the file that is added next."""
-        layout = replicated((nbytes,), mesh=_ONE_RANK)
-        self.tensors.append(OutputTensor(key, _BYTE, layout, (Region(len(self.files), start),)))
-        entry = StateEntry(_BYTE, layout, (source,))
-        self.sources.append(Selected(key, key, COPIED, entry, _BYTE))
-
-    def _source(self, storage: Storage) -> int:
-        number = self._numbers.get(storage.file)
-        if number is None:
-            raise PlanError(f"{storage.file} is no file of the checkpoint")
-        return number
+        dtype = _MASTER if state == _WEIGHT else entry.dtype
+        selected = Selected(path, tensor.name, state, entry, dtype)
+        array = self.output.array(selected, replicated(shape, mesh=_ONE_RANK))
+        draft = FileDraft(path)
+        if marks is None:
+            made = draft.buffer(dtype, *((prod(shape),) if shape else ()))
+            value: Value = made
+        else:
+            made = draft.buffer(dtype, *self._companions.shapes.get(tensor.name, shape))
+            value = {**keyed(marks), _PARAM: made}
+        draft.put(made, array, 0)
+        self.output.add(draft, value)
 
     def _path(self, name: str, state: str) -> str:
         """Name of a file below the output; names in a checkpoint are somebody else's."""
@@ -189,8 +230,39 @@ class _Writer:
                     where=f"tensor {name!r}",
                     remedy="rename it, or convert with --to safetensors",
                 )
-        if name == _OPTIMIZER_STATE:
+        if name == OPTIMIZER_STATE:
             raise UnsupportedError(
                 "a universal folder keeps this name for itself", where=f"tensor {name!r}"
             )
         return f"{self._top}/zero/{name}/{state}.pt"
+
+
+def _arrays(tensor: TensorEntry) -> Iterator[tuple[str, StateEntry]]:
+    """States of a parameter that have its shape, without the weight."""
+    for state, entry in tensor.states.items():
+        is_scalar = state == _STEP and not entry.layout.full_shape
+        is_whole = entry.layout.full_shape == tensor.layout.full_shape
+        if state != _WEIGHT and is_whole and not is_scalar:
+            yield state, entry
+
+
+def _different_settings(groups: Sequence[ParameterGroup]) -> Iterator[Finding]:
+    """Tell of hyperparameters that an engine of ZeRO-3 takes from the first group for all."""
+    if not groups:
+        return
+    first = groups[0].settings
+    different = sorted(
+        {
+            key
+            for group in groups[1:]
+            for key, value in first.items()
+            if key != "name" and group.settings.get(key) != value
+        }
+    )
+    if different:
+        message = (
+            f"parameter groups have different {', '.join(different)}; an engine of ZeRO-3 gives "
+            "all groups the values of the first when it loads a universal folder: convert with "
+            "--to deepspeed to keep them"
+        )
+        yield Finding("warning", "group-settings", message)

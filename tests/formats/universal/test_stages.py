@@ -1,0 +1,356 @@
+"""Both shapes of universal folders, made of checkpoints of every stage and of each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from restride import api
+from restride.checkpoint.values import StoredTensor
+from restride.errors import UnsupportedError
+from restride.formats._registry import open_training
+from restride.storage.torch_zip import open_torch_zip
+from restride.testing.command_line import run
+from restride.testing.gather import gather_all
+from restride.testing.partitioned_files import write_partitioned_run
+from restride.testing.saved_values import Array, edit_file
+from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
+
+ADAM = ("weight", "fp32", "exp_avg", "exp_avg_sq")
+WRITERS = {1: write_zero_run, 3: write_partitioned_run}
+FORMATS = {1: "deepspeed universal", 3: "deepspeed universal zero-3"}
+
+
+def parameter(first, shape, cut=None, group=0, states=ADAM):
+    values = {
+        state: (first + 1000 * place + np.arange(prod(shape), dtype=np.float32)).reshape(shape)
+        for place, state in enumerate(states)
+    }
+    return Parameter(shape, values, cut, group)
+
+
+PARAMETERS = {
+    "embed.weight": parameter(0, (6, 4), (0, (4, 2))),
+    "norm.weight": parameter(9_000, (5,), group=1),
+    "down.weight": parameter(15_000, (3, 8), (1, (4, 4))),
+    "up.weight": parameter(23_000, (8, 3), (0, (4, 4))),
+    "bias": parameter(37_000, (3,), group=1),
+    "empty.on.rank.0": parameter(48_000, (2, 2), (0, (0, 2))),
+}
+PARTITIONED_FILE = "step/zero_pp_rank_{}_mp_rank_{:02d}_{}_states.pt"
+
+
+def written(folder, stage, parameters=PARAMETERS, dp=2, tp=2, **options):
+    if tp == 1:
+        parameters = {name: replace(p, cut=None) for name, p in parameters.items()}
+    WRITERS[stage](folder, ZeroRun(dp, tp, dict(parameters), **options))
+    return folder
+
+
+def converted(source, out, stage=None):
+    api.convert(source, out, to="universal", stage=stage)
+    return out
+
+
+def value_of(path):
+    return open_torch_zip(path).value
+
+
+def state_of(made):
+    return value_of(made / "step_universal" / "zero" / "optimizer_state.pt")
+
+
+def files_below(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def require_same(found, expected):
+    assert found.keys() == expected.keys()
+    for key, array in expected.items():
+        assert np.array_equal(found[key], array), key
+
+
+def comparable(value):
+    match value:
+        case StoredTensor():
+            return value.storage.dtype, value.shape
+        case dict():
+            return {key: comparable(entry) for key, entry in value.items()}
+        case list() | tuple():
+            return [comparable(entry) for entry in value]
+        case _:
+            return value
+
+
+def groups_of(path):
+    return open_training(api.open(path)).groups
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@given(
+    data=st.data(),
+    dp=st.integers(1, 3),
+    tp=st.integers(1, 3),
+    source=st.sampled_from([1, 3]),
+    target=st.sampled_from([1, 3, None]),
+)
+def test_every_state_survives_every_pair_of_stages(tmp_path_factory, data, dp, tp, source, target):
+    parameters = {"norm": parameter(0, (3,), group=data.draw(st.integers(0, 1)))}
+    for number in range(3):
+        smallest = int(source == 3)
+        widths = tuple(data.draw(st.lists(st.integers(smallest, 3), min_size=tp, max_size=tp)))
+        dim = data.draw(st.integers(0, 1))
+        shape = (max(sum(widths), 1), 3) if dim == 0 else (3, max(sum(widths), 1))
+        cut = (dim, widths) if sum(widths) else None
+        parameters[f"layer.{number}"] = parameter(10_000 * (number + 1), shape, cut)
+    folder = tmp_path_factory.mktemp("run")
+    written(folder / "in", source, parameters, dp, tp)
+
+    made = api.open(converted(folder / "in", folder / "out", target))
+
+    original = api.open(folder / "in")
+    assert made.format == FORMATS[target or source]
+    assert {t.name: t.layout for t in made.tensors} == {t.name: t.layout for t in original.tensors}
+    expected = gather_all(original)
+    if (target or source) == 3:
+        expected = {key: array for key, array in expected.items() if not key.endswith("/weight")}
+    elif source == 3:
+        # The weight as it was trained: the master copy, rounded to the type of the training.
+        expected |= {f"{name}/weight": expected[f"{name}/fp32"] for name in parameters}
+    require_same(gather_all(made), expected)
+    assert [comparable(group.settings) for group in groups_of(folder / "out")] == [
+        comparable(group.settings) for group in groups_of(folder / "in")
+    ]
+    assert [g.names for g in groups_of(folder / "out")] == [
+        g.names for g in groups_of(folder / "in")
+    ]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_there_and_back_is_the_same(tmp_path, tp):
+    source = written(tmp_path / "in", 1, tp=tp)
+    direct = converted(source, tmp_path / "direct")
+
+    there = converted(direct, tmp_path / "there", 3)
+    back = converted(there, tmp_path / "back", 1)
+
+    assert files_below(back) == files_below(direct)
+    expected = gather_all(api.open(direct))
+    # On the way the weights were rounded from the master copies anew.
+    expected |= {f"{name}/weight": expected[f"{name}/fp32"] for name in PARAMETERS}
+    require_same(gather_all(api.open(back)), expected)
+    assert comparable(state_of(back)["param_groups"]) == comparable(
+        state_of(direct)["param_groups"]
+    )
+
+
+def test_the_files_are_those_that_an_engine_of_zero_3_looks_for(tmp_path):
+    made = converted(written(tmp_path / "in", 1), tmp_path / "out", 3)
+
+    assert files_below(made) == {
+        "latest_universal",
+        "step_universal/zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "step_universal/zero_pp_rank_0_mp_rank_01_model_states.pt",
+        "step_universal/zero/optimizer_state.pt",
+        *(f"step_universal/zero/{n}/{state}.pt" for n in PARAMETERS for state in ADAM[1:]),
+    }
+
+
+def test_model_files_of_the_same_kind_are_copied_byte_for_byte(tmp_path):
+    source = written(tmp_path / "in", 3)
+
+    made = converted(source, tmp_path / "out")
+
+    for dp in range(2):
+        for tp in range(2):
+            name = PARTITIONED_FILE.format(dp, tp, "model")
+            copied = made / name.replace("step", "step_universal")
+            assert copied.read_bytes() == (source / name).read_bytes()
+
+
+def test_a_folder_of_zero_3_is_flat_where_the_peer_writes_it_flat(tmp_path):
+    for tp, kind in ((1, StoredTensor), (2, dict)):
+        made = converted(written(tmp_path / f"in{tp}", 3, tp=tp), tmp_path / f"out{tp}")
+
+        value = value_of(made / "step_universal" / "zero" / "up.weight" / "fp32.pt")
+        assert isinstance(value, kind)
+        if tp == 1:
+            assert value.shape == (24,)
+
+
+def test_made_of_another_stage_it_has_shapes_for_engines_with_tensor_parallelism(tmp_path):
+    made = converted(written(tmp_path / "in", 1, tp=1), tmp_path / "out", 3)
+
+    value = value_of(made / "step_universal" / "zero" / "up.weight" / "fp32.pt")
+    assert value["param"].shape == (8, 3)
+
+
+def test_sub_groups_keep_their_steps_and_lose_the_partitions_of_one_rank(tmp_path):
+    made = converted(written(tmp_path / "in", 3), tmp_path / "out")
+
+    state = state_of(made)
+    inner = state["optimizer_state_dict"]
+    assert "fp32_flat_groups" not in state
+    assert [set(own) for own in inner["state"].values()] == [{"step"}] * 3
+    assert [group["params"] for group in inner["param_groups"]] == [[0, 1], [2]]
+    assert state["param_groups"] == inner["param_groups"]
+    assert [group["lr"] for group in inner["param_groups"]] == [0.5, 1.5]
+
+
+def test_an_engine_of_zero_1_is_told_which_version_wrote_the_optimizer(tmp_path):
+    source = written(tmp_path / "in", 3, extra={"ds_version": "0.19.8"})
+
+    made = converted(source, tmp_path / "out", 1)
+
+    assert state_of(made)["ds_version"] == "0.19.8"
+    assert state_of(made)["zero_stage"].args == (1,)
+
+
+def test_the_order_of_round_robin_is_undone_and_done_again(tmp_path):
+    source = written(tmp_path / "in", 1, is_round_robin=True)
+    there = converted(source, tmp_path / "there", 3)
+    back = converted(there, tmp_path / "back", 1)
+
+    trained = [group.names for group in groups_of(source)]
+    assert [group.names for group in groups_of(there)] == trained
+    assert [group.names for group in groups_of(back)] == trained
+    file = "step_universal/zero_pp_rank_0_mp_rank_01_model_states.pt"
+    shapes = [tuple(shapes) for shapes in value_of(there / file)["param_shapes"]]
+    assert shapes == trained
+
+
+def test_a_state_that_is_missing_in_zero_3_is_refused_with_the_way_out(tmp_path):
+    momentum = {"w": parameter(0, (4,), states=("weight", "fp32", "momentum_buffer"))}
+    source = written(tmp_path / "in", 1, momentum)
+
+    with pytest.raises(UnsupportedError, match=r"'w': has no state 'exp_avg' .*--stage 1"):
+        api.convert(source, tmp_path / "out", to="universal", stage=3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_state_that_zero_3_does_not_load_is_told_of(tmp_path):
+    amsgrad = {"w": parameter(0, (4,), states=(*ADAM, "max_exp_avg_sq"))}
+
+    report = api.convert(
+        written(tmp_path / "in", 1, amsgrad), tmp_path / "out", to="universal", stage=3
+    )
+
+    assert [finding.kind for finding in report.findings] == ["not-loaded"]
+    assert "max_exp_avg_sq" in report.findings[0].message
+    assert "w/max_exp_avg_sq" in gather_all(api.open(tmp_path / "out"))
+
+
+def test_a_training_without_a_step_is_refused_for_zero_3(tmp_path):
+    source = written(tmp_path / "in", 1, {"w": parameter(0, (4,))}, dp=1, tp=1)
+
+    def forget(value):
+        del value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"]
+
+    edit_file(source / "step/zero_pp_rank_0_mp_rank_00_optim_states.pt", forget)
+
+    with pytest.raises(UnsupportedError, match=r"has no step.*--stage 1"):
+        api.convert(source, tmp_path / "out", to="universal", stage=3)
+
+
+def test_a_plain_step_is_carried_into_either_shape(tmp_path):
+    source = written(tmp_path / "in", 1, {"w": parameter(0, (4,))}, dp=1, tp=1)
+    edit_file(
+        source / "step/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        lambda value: value["optimizer_state_dict"]["base_optimizer_state"]["state"][0].update(
+            step=7
+        ),
+    )
+
+    there = converted(source, tmp_path / "there", 3)
+    back = converted(there, tmp_path / "back", 1)
+
+    assert state_of(there)["optimizer_state_dict"]["state"] == {0: {"step": 7}}
+    assert value_of(back / "step_universal" / "zero" / "w" / "step.pt") == 7
+    assert [dict(group.numbers) for group in groups_of(back)] == [{"step": 7}]
+
+
+def test_settings_that_zero_3_collapses_are_told_of(tmp_path):
+    report = api.convert(written(tmp_path / "in", 3), tmp_path / "out", to="universal")
+
+    (finding,) = report.findings
+    assert (finding.severity, finding.kind) == ("warning", "group-settings")
+    assert "different lr" in finding.message
+
+
+FROZEN = parameter(70_000, (4, 3), (0, (2, 2)), states=("weight",))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_of_zero_3_stay_whole(tmp_path, stage):
+    source = written(tmp_path / "in", 3, {**PARAMETERS, "base.weight": FROZEN})
+
+    made = api.open(converted(source, tmp_path / "out", stage))
+
+    tensor = next(t for t in made.tensors if t.name == "base.weight")
+    assert tensor.is_frozen or stage == 1
+    assert list(tensor.states) == ["weight"]
+    found = gather_all(made)["base.weight/weight"]
+    assert np.array_equal(found, gather_all(api.open(source))["base.weight/weight"])
+
+
+def test_buffers_and_second_names_change_their_files_with_the_shape(tmp_path):
+    source = written(tmp_path / "in", 1, tp=1)
+
+    def extend(value):
+        value["module"]["table"] = Array("int64", (2,), bytes(range(16)))
+        value["module"]["tied"] = value["module"]["up.weight"]
+        value["module"]["extra._extra_state"] = {"scale": 1.5}
+        value["buffer_names"] = ["table"]
+        value["shared_params"] = {"tied": "up.weight"}
+
+    edit_file(source / "step/mp_rank_00_model_states.pt", extend)
+
+    there = converted(source, tmp_path / "there", 3)
+    back = converted(there, tmp_path / "back", 1)
+
+    for made in (there, back):
+        catalog = api.open(made)
+        table = next(t for t in catalog.tensors if t.name == "table")
+        assert table.kind == "buffer"
+        assert gather_all(catalog)["table/weight"].tobytes() == bytes(range(16))
+        assert next(t for t in catalog.tensors if t.name == "up.weight").aliases == ("tied",)
+        assert "tied" not in {t.name for t in catalog.tensors}
+        training = open_training(catalog)
+        assert training.order == (*PARAMETERS, "table", "tied", "extra._extra_state")
+        assert training.ranks[0].module == {"extra._extra_state": {"scale": 1.5}}
+    module = value_of(back / "step_universal" / "mp_rank_00_model_states.pt")["module"]
+    assert module["tied"] == module["up.weight"]
+
+
+def test_values_that_only_other_ranks_of_zero_3_have_are_told_of(tmp_path):
+    source = written(tmp_path / "in", 3, {"w": parameter(0, (4,))}, tp=1)
+    edit_file(source / PARTITIONED_FILE.format(1, 0, "model"), lambda value: value.update(seed=5))
+
+    report = api.convert(source, tmp_path / "out", to="universal", stage=1)
+
+    assert [finding.kind for finding in report.findings] == ["rank-values"]
+    assert "'seed' differ" in report.findings[0].message
+    assert "zero_pp_rank_1_mp_rank_00" in report.findings[0].message
+
+
+def test_a_stage_that_there_is_not_is_refused(tmp_path):
+    source = written(tmp_path / "in", 1)
+
+    with pytest.raises(UnsupportedError, match="no universal folder for ZeRO-4; choose 1, 2 or 3"):
+        api.convert(source, tmp_path / "out", to="universal", stage=4)
+    with pytest.raises(UnsupportedError, match="safetensors takes no stage; leave it out"):
+        api.convert(source, tmp_path / "out", stage=3)
+
+
+def test_the_command_takes_a_stage(tmp_path):
+    source = written(tmp_path / "in", 1, tp=1)
+
+    ran = run("convert", str(source), str(tmp_path / "out"), "--to", "universal", "--stage", "3")
+
+    assert (ran.code, ran.err) == (0, "")
+    assert api.open(tmp_path / "out").format == FORMATS[3]
