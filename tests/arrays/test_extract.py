@@ -145,9 +145,12 @@ def test_a_scale_that_the_type_cannot_hold_is_refused():
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ("exp_avg", r"is scaled by 2, but the optimizer would also need lr / \(1/2\)"),
-        ("exp_avg_sq", "is scaled by 4"),
-        ("momentum_buffer", "how the state 'momentum_buffer' scales is not known"),
+        (
+            "exp_avg",
+            r"'exp_avg' by 2, but the optimizer would also need lr \* \(1/2\) and eps / \(1/2\)",
+        ),
+        ("exp_avg_sq", "factor of 1/2, so the state 'exp_avg_sq' by 4"),
+        ("momentum_buffer", "how the state 'momentum_buffer' follows is not known"),
     ],
 )
 def test_a_scaled_optimizer_state_is_refused_with_the_reason(state, message):

@@ -376,7 +376,7 @@ def test_a_scaled_copy_is_compared_with_an_exact_one_by_scaling_that():
 
 
 def test_a_scaled_optimizer_state_is_refused():
-    with pytest.raises(UnsupportedError, match="'exp_avg_sq' is scaled by 9"):
+    with pytest.raises(UnsupportedError, match="factor of 3, so the state 'exp_avg_sq' by 1/9"):
         rebuild(
             everywhere(3, 2, Fraction(1, 3)),
             dict.fromkeys(range(3), np.ones(2)),

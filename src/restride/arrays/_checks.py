@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from restride.algebra.scales import STATE_POWERS
 from restride.arrays._blocks import Block, Side, Views
 from restride.arrays._frameworks import framework_of
 from restride.errors import LayoutError, RestrideError, ShapeMismatchError, UnsupportedError
@@ -25,8 +26,6 @@ __all__ = [
     "fill_padding",
     "require_unscaled_state",
 ]
-
-STATE_POWERS: Final = {"weight": 1, "fp32": 1, "exp_avg": -1, "exp_avg_sq": -2}
 
 
 def admit_tensor(
@@ -137,6 +136,10 @@ def _kind(framework: Framework, array: Array) -> str:
 def require_unscaled_state(scales: Iterable[Fraction], state: str) -> None:
     """Refuse to scale what is not the weight itself.
 
+    Args:
+        scales: Factors by which the tensor changes on its way.
+        state: What is on its way.
+
     Raises:
         UnsupportedError: One of the scales is not 1, and `state` is an optimizer state.
     """
@@ -146,12 +149,13 @@ def require_unscaled_state(scales: Iterable[Fraction], state: str) -> None:
         return
     if power is None:
         raise UnsupportedError(
-            f"shards are scaled by {scale}, and how the state {state!r} scales is not known",
+            f"the tensor changes by a factor of {scale}, and how the state {state!r} follows is "
+            "not known",
             remedy=f"known states are {', '.join(STATE_POWERS)}",
         )
     raise UnsupportedError(
-        f"shards are scaled by {scale}, so the state {state!r} is scaled by {scale**power}, "
-        f"but the optimizer would also need lr / ({scale}) and eps * ({scale}), or a resumed run "
+        f"the tensor changes by a factor of {scale}, so the state {state!r} by {scale**power}, but "
+        f"the optimizer would also need lr * ({scale}) and eps / ({scale}), or a resumed run "
         "diverges",
         remedy="take the state from a layout without scale, or start the optimizer afresh",
     )

@@ -89,7 +89,7 @@ replicas='first', 'mean' or the rank that counts
     """
     decided = as_replicas(replicas, layout.mesh)
     framework, admitted = admit_shards(layout, shards, "shard")
-    require_unscaled_state((piece.scale for piece in layout.all_pieces), state)
+    require_unscaled_state((1 / piece.scale for piece in layout.all_pieces), state)
     supplied = _supplied(layout, admitted)
     if isinstance(decided, CopyAt):
         require_copies(decided, supplied)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from restride.arrays.casts import cast, largest_gap, round_once, to_comparable
+from restride.arrays.scaling import scaled_once
 from restride.errors import ReplicaError, UnsupportedError
 from restride.executors.events import ReplicaDrift
 
@@ -75,9 +76,28 @@ def fill_step(
     if len(shared) == 1 or not _agree(shared, main, reader, buffers):
         for fill in shared:
             _settle(step, fill, main, reader, buffers, on_drift)
+    for fill in step.fills:
+        if fill.scale != 1:
+            _scale(fill, region.source_dtype, main)
     if region.source_dtype == region.target_dtype:
         return main
     return cast(main, region.source_dtype, region.target_dtype)
+
+
+def _scale(fill: StepFill, dtype: DType, main: NDArray[np.uint8]) -> None:
+    """Multiply the elements of one fill by its factor, wherever they stand in the buffer."""
+    itemsize = dtype.itemsize_nbytes
+    words = _words(dtype, main)
+    for copy in fill.copies[0][1]:
+        run = copy.run_nbytes // itemsize
+        shape = (*(axis[0] for axis in copy.axes), run)
+        first = np.int64(copy.target_start_nbytes // itemsize)
+        places = np.full(shape, first)
+        for number, stride in enumerate([*(axis[2] // itemsize for axis in copy.axes), 1]):
+            ramp = np.arange(shape[number], dtype=np.int64) * stride
+            places += ramp.reshape(-1, *[1] * (len(shape) - number - 1))
+        flat = places.reshape(-1)
+        words[flat] = _words(dtype, scaled_once(words[flat], dtype, fill.scale))
 
 
 def _agree(

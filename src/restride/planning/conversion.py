@@ -12,6 +12,7 @@ from restride.algebra.coverage import Hole, explain, prove
 from restride.algebra.layout import Layout
 from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece
+from restride.algebra.scales import is_rounded_once
 from restride.checkpoint.catalog import Region
 from restride.errors import (
     BudgetError,
@@ -23,9 +24,11 @@ from restride.errors import (
 )
 from restride.planning.plan import BUFFERS_PER_WORKER, Fill, Plan, RegionPlan, Source
 from restride.planning.replicas import Way, blocks_of_target
+from restride.planning.scales import factor_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from fractions import Fraction
 
     from restride.algebra._digits import Walk
     from restride.algebra.copies import Replicas
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import FileEntry, StateEntry
     from restride.checkpoint.dtypes import DType
     from restride.planning.replicas import Block
+    from restride.planning.scales import Use
 
 __all__ = ["Job", "plan_comparison", "plan_conversion", "plan_reading", "whole_layout"]
 
@@ -40,8 +44,8 @@ __all__ = ["Job", "plan_comparison", "plan_conversion", "plan_reading", "whole_l
 # on current server cores); below the smallest, the work per step costs more than the bytes.
 _LARGEST_BUFFER_NBYTES: Final = 1 << 20
 _SMALLEST_BUFFER_NBYTES: Final = 1 << 12
-# Differences and means are computed in float64, with more arrays at one time than a step has
-# buffers; casts between the 16-bit types go by way of float32. Measured, see tests/executors.
+# Differences, means and products are computed in float64, with more arrays at one time than a step
+# has buffers; casts between the 16-bit types go by way of float32. Measured, see tests/executors.
 _COMPARED_ITEMSIZE: Final = 16
 _CAST_ITEMSIZE: Final = 4
 
@@ -59,6 +63,7 @@ class Job:
             holds nothing.
         target_dtype: Type to write; a cast where it is not the source's.
         replicas: What to do where several source ranks hold the same element.
+        use: What the elements are read for. It matters where the tensor is scaled.
     """
 
     tensor: str
@@ -68,6 +73,7 @@ class Job:
     target_regions: tuple[Region | None, ...]
     target_dtype: DType
     replicas: Replicas = "check"
+    use: Use = "resume"
 
 
 def whole_layout(shape: tuple[int, ...]) -> Layout:
@@ -106,7 +112,8 @@ def plan_conversion(
         CoverageError: A source lacks elements.
         PlanError: Two target regions overlap, a rank that holds elements has none, or the ranks
             whose copies were chosen hold none of some elements.
-        UnsupportedError: A layout is scaled, or its unit is no whole number of bytes.
+        UnsupportedError: A state cannot follow the scale of its tensor, or a unit is no whole
+            number of bytes.
 
     Cost:
         O(transfers). Never walks elements.
@@ -146,7 +153,7 @@ def plan_comparison(
     regions: list[RegionPlan] = []
     for tensor, state, entry in states:
         layout = whole_layout(entry.layout.full_shape)
-        job = Job(tensor, state, entry, layout, (Region(-1, 0),), entry.dtype, "first")
+        job = Job(tensor, state, entry, layout, (Region(-1, 0),), entry.dtype, "first", "compare")
         try:
             (region,) = _regions(job)
         except RestrideError as error:
@@ -182,12 +189,13 @@ def plan_reading(
     regions: list[RegionPlan] = []
     for number, (tensor, state, entry) in enumerate(states):
         layout = whole_layout(entry.layout.full_shape)
-        job = Job(tensor, state, entry, layout, (Region(number, 0),), entry.dtype, "first")
+        place = (Region(number, 0),)
+        job = Job(tensor, state, entry, layout, place, entry.dtype, "first", "read")
         try:
             (region,) = _regions(job)
         except RestrideError as error:
             raise error.located(f"tensor {tensor!r}, state {state!r}") from error.__cause__
-        chosen = tuple(Fill(fill.sources[:1]) for fill in region.fills)
+        chosen = tuple(Fill(fill.sources[:1], scale=fill.scale) for fill in region.fills)
         regions.append(replace(region, fills=chosen))
     return _sized(files, regions, budget_nbytes, workers)
 
@@ -245,7 +253,10 @@ def _fills(job: Job, relation: Transfers, rank: int) -> Iterator[Fill]:
             raise CoverageError(explain(verdict, job.source.layout), verdict=verdict)
         raise LayoutError(f"the source fills {found} elements of a target that needs {needed}")
     for block in blocks:
-        yield _decided(job, block, tuple(_sources(job.source, block)))
+        scale = _chosen_scale(block)
+        fill = _decided(job, block, tuple(_sources(job.source, block, scale)))
+        factor = factor_of(job.state, scale, job.source.dtype, job.use)
+        yield replace(fill, scale=factor) if factor != 1 else fill
 
 
 def _decided(job: Job, block: Block, sources: tuple[Source, ...]) -> Fill:
@@ -269,14 +280,16 @@ def _decided(job: Job, block: Block, sources: tuple[Source, ...]) -> Fill:
     assert_never(job.replicas)
 
 
-def _sources(entry: StateEntry, block: Block) -> Iterator[Source]:
-    exact = [way for way in block.ways if way.scale == 1]
-    if not exact:
-        raise UnsupportedError(
-            f"only scaled copies exist (target = source * {block.ways[0].scale})",
-            remedy="convert the exact states and let the framework rebuild this one",
-        )
-    for rank, way in sorted(_placed(exact), key=_by_rank):
+def _chosen_scale(block: Block) -> Fraction:
+    """The scale of the copies to read: none where there is an exact one, else the simplest."""
+    scales = {way.scale for way in block.ways}
+    return min(scales, key=lambda scale: (scale != 1, not is_rounded_once(scale), scale))
+
+
+def _sources(entry: StateEntry, block: Block, scale: Fraction) -> Iterator[Source]:
+    """Every copy of a block that has this scale. Others are not bit for bit the same."""
+    alike = [way for way in block.ways if way.scale == scale]
+    for rank, way in sorted(_placed(alike), key=_by_rank):
         region = entry.regions[rank]
         if region is None:
             raise LayoutError(f"rank {rank} holds elements, but the catalog has no place for them")
@@ -316,7 +329,7 @@ def _step_numel(region: RegionPlan, buffer_nbytes: int) -> int:
     itemsize = max(region.source_dtype.itemsize_nbytes, region.target_dtype.itemsize_nbytes)
     if region.source_dtype != region.target_dtype:
         itemsize = max(itemsize, _CAST_ITEMSIZE)
-    if any(len(fill.sources) > 1 for fill in region.fills):
+    if any(len(fill.sources) > 1 or fill.scale != 1 for fill in region.fills):
         itemsize = max(itemsize, _COMPARED_ITEMSIZE)
     most = max(1, buffer_nbytes // itemsize)
     # Cut where the outermost loops of the fills turn over, so that a step meets whole rows.

@@ -9,6 +9,7 @@ first byte moves.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
 from restride.algebra._digits import Walk, restrict
@@ -83,10 +84,12 @@ class Fill:
     Attributes:
         sources: Every place where they are, the chosen one first.
         agreeing: How many sources, from the first on, must hold the same; the others may differ.
+        scale: Exact factor: the target is what is read times this, rounded once.
     """
 
     sources: tuple[Source, ...]
     agreeing: int = 1
+    scale: Fraction = Fraction(1)
 
     @property
     def target_range(self) -> range:
@@ -105,10 +108,12 @@ class StepFill:
     Attributes:
         copies: For each source its rank and where its elements are, the chosen one first.
         agreeing: As for the fill.
+        scale: As for the fill.
     """
 
     copies: tuple[tuple[int, tuple[Copy, ...]], ...]
     agreeing: int
+    scale: Fraction = Fraction(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +237,7 @@ class RegionPlan:
                     (source.rank, tuple(self._copy(source, walk, start) for walk in walks))
                     for source, walks in zip(fill.sources, restricted, strict=True)
                 )
-                fills.append(StepFill(copies, fill.agreeing))
+                fills.append(StepFill(copies, fill.agreeing, fill.scale))
         return Step(self, start, stop, tuple(fills), filled == stop - start)
 
     def _copy(self, source: Source, walk: Walk, step_start: int) -> Copy:
