@@ -27,7 +27,9 @@ PADDING: Final = -7777.0
 """What stands in the padding, which nobody may read."""
 
 
-def write_partitioned_run(folder: Path, run: ZeroRun, *, sub_group_length: int = 2) -> None:
+def write_partitioned_run(
+    folder: Path, run: ZeroRun, *, sub_group_length: int = 2, padding: float = PADDING
+) -> None:
     """Write a checkpoint with one tag.
 
     Args:
@@ -35,6 +37,7 @@ def write_partitioned_run(folder: Path, run: ZeroRun, *, sub_group_length: int =
         run: The parameters. A ``weight`` is not written, and one without ``fp32`` is frozen. Its
             writer, alignment, round robin and mappings mean nothing here.
         sub_group_length: A parameter group is split into sub-groups of so many parameters.
+        padding: What stands behind the last element of a parameter.
     """
     tag = folder / "step"
     tag.mkdir(parents=True)
@@ -43,8 +46,9 @@ def write_partitioned_run(folder: Path, run: ZeroRun, *, sub_group_length: int =
         groups = _sub_groups(run, tp, sub_group_length)
         for dp in range(run.dp):
             rank = f"zero_pp_rank_{dp}_mp_rank_{tp:02d}"
-            save_file(tag / f"{rank}_model_states.pt", _model_file(run, dp, tp, groups))
-            save_file(tag / f"{rank}_optim_states.pt", _optimizer_file(run, dp, tp, groups))
+            save_file(tag / f"{rank}_model_states.pt", _model_file(run, dp, tp, groups, padding))
+            optimizer = _optimizer_file(run, dp, tp, groups, padding)
+            save_file(tag / f"{rank}_optim_states.pt", optimizer)
 
 
 def _sub_groups(run: ZeroRun, tp: int, length: int) -> list[tuple[int, list[str]]]:
@@ -63,15 +67,17 @@ def _sub_groups(run: ZeroRun, tp: int, length: int) -> list[tuple[int, list[str]
     return found
 
 
-def _chunk(values: NDArray[Any], dp: int, count: int) -> NDArray[Any]:
+def _chunk(values: NDArray[Any], dp: int, count: int, padding: float) -> NDArray[Any]:
     flat = values.ravel()
     width = -(-len(flat) // count)
-    padded = np.full(width * count, PADDING).astype(flat.dtype)
+    padded = np.full(width * count, padding).astype(flat.dtype)
     padded[: len(flat)] = flat
     return padded[dp * width :][:width]
 
 
-def _model_file(run: ZeroRun, dp: int, tp: int, groups: list[tuple[int, list[str]]]) -> Any:
+def _model_file(
+    run: ZeroRun, dp: int, tp: int, groups: list[tuple[int, list[str]]], padding: float
+) -> Any:
     module: Any = OrderedDictValue()
     frozen: Any = OrderedDictValue()
     fragments: Any = OrderedDictValue()
@@ -81,7 +87,7 @@ def _model_file(run: ZeroRun, dp: int, tp: int, groups: list[tuple[int, list[str
         module[name] = stored(weight.ravel()[:0])
         if name not in trained:
             frozen[name] = weight.shape
-            fragments[name] = stored(_chunk(weight, dp, run.dp))
+            fragments[name] = stored(_chunk(weight, dp, run.dp, padding))
     shapes = []
     for _, names in groups:
         group = OrderedDictValue()
@@ -107,9 +113,12 @@ def _model_file(run: ZeroRun, dp: int, tp: int, groups: list[tuple[int, list[str
     }
 
 
-def _optimizer_file(run: ZeroRun, dp: int, tp: int, groups: list[tuple[int, list[str]]]) -> Any:
+def _optimizer_file(
+    run: ZeroRun, dp: int, tp: int, groups: list[tuple[int, list[str]]], padding: float
+) -> Any:
     def flat(names: list[str], state: str) -> Array:
-        chunks = [_chunk(shard_of(run, name, state, tp), dp, run.dp) for name in names]
+        shards = [shard_of(run, name, state, tp) for name in names]
+        chunks = [_chunk(shard, dp, run.dp, padding) for shard in shards]
         return stored(np.concatenate(chunks).astype(np.float32))
 
     own: dict[Any, Any] = {}

@@ -122,7 +122,9 @@ def _groups(run: Run, zero: ZeroFile) -> Iterator[ParameterGroup]:
             where=zero.state.where,
             remedy="save the checkpoint without elastic_checkpoint",
         )
-    names = [_names(run, zero, model) for model in run.models]
+    # Ranks may hold nothing of a parameter, and have other sub-groups then.
+    own = {file.tp: file for file in reversed(run.zeros.values())}
+    names = [_names(run, own[model.tp], model) for model in run.models if model.tp in own]
     module = [name for name, _ in run.models[0].root.at("module").items()]
     parts: list[list[Group]] = [[] for _ in zero.param_groups]
     for parent, flat in zip(zero.parents, zero.groups, strict=True):
