@@ -240,7 +240,9 @@ def parameter_groups(model: Any, variant: dict[str, Any]) -> list[Any]:
     ]
 
 
-def run_rank(rank: int, variant: dict[str, Any], out: str, port: int, results: Any) -> None:
+def run_rank(
+    job: Any, rank: int, variant: dict[str, Any], out: str, port: int, results: Any
+) -> None:
     """Train two steps and save, in one process."""
     try:
         ranks = str(variant["ranks"])
@@ -249,7 +251,7 @@ def run_rank(rank: int, variant: dict[str, Any], out: str, port: int, results: A
             LOCAL_SIZE="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
             OMP_NUM_THREADS="1",
         )  # fmt: skip
-        train(rank, variant, out)
+        job(rank, variant, out)
         results.put("")
     except BaseException:  # noqa: BLE001 - the parent must hear of it before this process goes
         results.put(traceback.format_exc())
@@ -367,7 +369,7 @@ def look_up(engine: Any, states: list[str]) -> dict[str, Any]:
     return {key: value.detach().clone().contiguous() for key, value in found.items()}
 
 
-def record(variant: dict[str, Any], out: Path) -> None:
+def record(variant: dict[str, Any], out: Path, job: Any = train) -> None:
     """Run all ranks of one variant."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -375,7 +377,7 @@ def record(variant: dict[str, Any], out: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [
-        context.Process(target=run_rank, args=(rank, variant, str(out), port, results))
+        context.Process(target=run_rank, args=(job, rank, variant, str(out), port, results))
         for rank in range(variant["ranks"])
     ]
     for process in processes:

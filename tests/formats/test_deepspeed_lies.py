@@ -281,7 +281,7 @@ def test_a_missing_optimizer_file_costs_the_states_that_it_holds(saved):
 
     assert kinds(saved) == [("error", "missing-file")]
     assert "dp 1 tp 1" in catalog.findings[0].message
-    assert catalog.findings[0].details == {"ranks": [[1, 1]]}
+    assert catalog.findings[0].details == {"ranks": [[1, 1]], "part": "optimizer"}
     assert states["wte"] == ["weight", "fp32", "exp_avg", "step"]
     assert states["norm"] == ["weight"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import StoredTensor
-from restride.errors import CorruptError, FormatError, UnsupportedError
+from restride.errors import CorruptError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,7 +95,6 @@ def read_model_file(root: Field, name: str, tp: int, dp: int | None = None) -> M
     Raises:
         FormatError: It is none, or a part of it has another type than it must have.
         CorruptError: Parts of it contradict each other.
-        UnsupportedError: It is of a pipeline-parallel run.
     """
     _refuse_others(root)
     stored: dict[str, StoredTensor] = {}
@@ -155,21 +154,6 @@ def configured_dtype(root: Field) -> DType | None:
 def _refuse_others(root: Field) -> None:
     if not root.is_mapping:
         raise root.wrong("the dict of a model file")
-    dimensions = root.get("checkpoint_parallel_dimensions")
-    stages = dimensions.get("pp_degree") if dimensions else None
-    if stages is not None and stages.integer(at_least=1) > 1:
-        raise UnsupportedError(
-            f"is of a run with {stages.integer()} pipeline stages",
-            where=root.where,
-            remedy="checkpoints of one stage can be read",
-        )
-    if root.get("optimizer") is not None:
-        raise UnsupportedError(
-            "is a ZeRO-0 checkpoint: the optimizer state is inside the model file, by number and "
-            "without names",
-            where=root.where,
-            remedy="ZeRO-1, ZeRO-2 and ZeRO-3 checkpoints can be read",
-        )
     if root.get("module") is None:
         raise FormatError(
             "has no 'module': it is no model file of DeepSpeed, or one of a pipeline-parallel run "

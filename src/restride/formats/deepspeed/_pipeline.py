@@ -196,11 +196,13 @@ def _flat_names(zeros: Mapping[tuple[int, int], ZeroFile], mp: int) -> tuple[tup
     BF16_Optimizer saves such files without ZeRO as well, and then no model file has the shapes.
     """
     files = [zero for (_, number), zero in sorted(zeros.items()) if number == mp]
+    if any(group.fragments is None for zero in files for group in zero.groups):
+        return ()
     groups: list[dict[str, None]] = []
     for zero in files:
         for number, group in enumerate(zero.groups):
             groups += [{}] * (number + 1 - len(groups))
-            groups[number] = groups[number] | dict.fromkeys(group.fragments or ())
+            groups[number] = groups[number] | dict.fromkeys(group.fragments or {})
     return tuple(map(tuple, groups))
 
 
@@ -221,7 +223,7 @@ def _read_stage(
         model = replace(model, tp_size=grid.tp_size)
         if named.get(file.mp):
             model = _with_shapes(model, layers, named[file.mp])
-        elif model.optimizer is not None and model.optimizer.get(FLAT_FP32) is not None:
+        elif _is_flat(model.optimizer):
             model = replace(model, optimizer=None)
         models.setdefault(tp, model)
         if file.dp is not None:
@@ -235,6 +237,13 @@ def _with_module(root: Field, layers: StageModules, tp: int) -> Field:
     value: dict[Value, Value] = {key: entry.value for key, entry in root.items()}
     value["module"] = module
     return Field(value, root.where)
+
+
+def _is_flat(optimizer: Field | None) -> bool:
+    """Whether a model file has what belongs into the optimizer files, which are not there."""
+    if optimizer is None or not optimizer.is_mapping:
+        return False
+    return optimizer.get(FLAT_FP32) is not None
 
 
 def _with_shapes(

@@ -300,6 +300,7 @@ def _missing_files(
     ]
     if missing:
         named = ", ".join(f"dp {dp} tp {tp}" for dp, tp in missing[:_MOST_NAMED])
+        part = {"part": "optimizer"} if kind == "optimizer" and not run.is_partitioned else {}
         kind += f" files of stage {run.pipe}" if run.is_of_pipeline else " files"
         yield Finding(
             "error",
@@ -307,5 +308,5 @@ def _missing_files(
             f"{len(missing)} of {run.dp_size * run.tp_size} {kind} are missing ({named}); "
             f"{lost} that they hold parts of are left out",
             str(run.folder.path),
-            {"ranks": [list(rank) for rank in missing]},
+            {"ranks": [list(rank) for rank in missing], **part},
         )

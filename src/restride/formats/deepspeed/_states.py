@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._partitions import FlatCut, Holding
     from restride.formats.deepspeed._run import FileTable
 
-__all__ = ["flat_states", "group_states", "stored_state"]
+__all__ = ["flat_states", "group_states", "replicas_of", "stored_state", "whole_states"]
 
 # How a factor on the weights acts on what Adam keeps of their gradients (DESIGN.md, 4.1).
 _SCALE_POWERS: Final = {"weight": 1, "fp32": 1, "exp_avg": -1, "exp_avg_sq": -2}
@@ -59,6 +59,45 @@ def stored_state(
         layout = _strided(layout, tensors, where)
     regions = tuple(files.region(t) if prod(t.shape) else None for t in tensors)
     return StateEntry(dtype, layout, regions)
+
+
+def whole_states(
+    layout: Layout,
+    arrays: Mapping[int, Mapping[str, StoredTensor]],
+    shapes: Sequence[Shape],
+    files: FileTable,
+    where: str,
+) -> dict[str, StateEntry]:
+    """Describe states that every rank of `layout` stores whole, as it does the weight.
+
+    Args:
+        layout: How the ranks cut the parameter.
+        arrays: What each rank has, by state; nothing where it holds no element.
+        shapes: Shape of the shard on each rank, as it is stored.
+        files: The files.
+        where: Tensor, for errors.
+
+    Raises:
+        CorruptError: A rank lacks a state that another one has, or has it in another dtype or
+            shape.
+        UnsupportedError: A state other than Adam's is stored of a scaled parameter.
+    """
+    states: dict[str, StateEntry] = {}
+    for name in dict.fromkeys(name for known in arrays.values() for name in known):
+        first = next(known[name] for known in arrays.values() if name in known)
+        shards: list[StoredTensor] = []
+        for rank, shape in enumerate(shapes):
+            shard = arrays.get(rank, {}).get(name)
+            if shard is None and not prod(shape):
+                shard = replace(first, shape=shape, strides=(0,) * len(shape))
+            if shard is None or shard.shape != shape:
+                has = "no state" if shard is None else f"shape {shard.shape} in state"
+                raise CorruptError(
+                    f"tp rank {rank} has {has} {name!r}, its weight has shape {shape}", where=where
+                )
+            shards.append(shard)
+        states[name] = stored_state(_scaled(layout, name, where), shards, files, where)
+    return states
 
 
 def flat_states(
@@ -91,14 +130,19 @@ def flat_states(
 
 
 def group_states(
-    groups: Mapping[int, Group], mesh: Mesh, files: FileTable, where: str
+    scalars: Mapping[int, Mapping[str, StoredTensor]], mesh: Mesh, files: FileTable, where: str
 ) -> dict[str, StateEntry]:
-    """Describe what is stored once for a whole group, such as the step: replicas of a scalar."""
+    """Describe what is stored once for a whole group, such as the step: replicas of a scalar.
+
+    Args:
+        scalars: What each rank has, by name.
+        mesh: The ranks.
+        files: The files.
+        where: Tensor, for errors.
+    """
     states: dict[str, StateEntry] = {}
-    for name in dict.fromkeys(name for group in groups.values() for name in group.scalars):
-        held = {
-            rank: group.scalars[name] for rank, group in groups.items() if name in group.scalars
-        }
+    for name in dict.fromkeys(name for known in scalars.values() for name in known):
+        held = {rank: known[name] for rank, known in scalars.items() if name in known}
         pieces = [Piece((), rank_base=rank) for rank in held]
         states[name] = StateEntry(
             _one_dtype([(t.storage.dtype, t.storage.file) for t in held.values()], where),
@@ -106,6 +150,53 @@ def group_states(
             tuple(files.region(held[rank]) if rank in held else None for rank in range(mesh.size)),
         )
     return states
+
+
+def replicas_of(entries: Mapping[int, StateEntry], outer: Mesh, where: str) -> StateEntry:
+    """Describe one array that several groups of ranks hold, each in its own way.
+
+    Args:
+        entries: What each group holds, by its rank on `outer`. The other groups hold nothing.
+        outer: The groups. Their ranks are further apart than those inside them.
+        where: Tensor, for errors.
+
+    Raises:
+        CorruptError: The groups hold arrays of different types or shapes.
+    """
+    first = next(iter(entries.values()))
+    if outer.size == 1:
+        return first
+    inner = first.layout.mesh
+    for entry in entries.values():
+        if (entry.dtype, entry.layout.full_shape) != (first.dtype, first.layout.full_shape):
+            raise CorruptError(
+                f"is {entry.dtype} of shape {entry.layout.full_shape} in one place and "
+                f"{first.dtype} of shape {first.layout.full_shape} in another",
+                where=where,
+            )
+    none = Layout(inner, (0,), ((inner.size, (0,)),), ())
+    held = [entries[group].layout if group in entries else none for group in range(outer.size)]
+    layout = Layout(
+        Mesh((*outer.axes, *inner.axes)),
+        first.layout.full_shape,
+        tuple(run for own in held for run in own.shard_shapes),
+        tuple(
+            replace(piece, rank_base=piece.rank_base + group * inner.size)
+            for group, own in enumerate(held)
+            for piece in own.all_pieces
+        ),
+        tuple(
+            replace(padding, rank_base=padding.rank_base + group * inner.size)
+            for group, own in enumerate(held)
+            for padding in own.padding
+        ),
+    )
+    regions = tuple(
+        region
+        for group in range(outer.size)
+        for region in (entries[group].regions if group in entries else (None,) * inner.size)
+    )
+    return StateEntry(first.dtype, canonicalize(layout), regions)
 
 
 def _flat_layout(layout: Layout, cut: FlatCut, mesh: Mesh) -> Layout:

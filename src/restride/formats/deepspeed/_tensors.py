@@ -11,13 +11,19 @@ from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._chunks import frozen_chunks
 from restride.formats.deepspeed._model import configured_dtype
 from restride.formats.deepspeed._placement import Placement
-from restride.formats.deepspeed._states import flat_states, group_states, stored_state
+from restride.formats.deepspeed._states import (
+    flat_states,
+    group_states,
+    replicas_of,
+    stored_state,
+    whole_states,
+)
 from restride.layouts.fused_names import find_wrong_cut
 from restride.layouts.gathered import experts as experts_layout
 from restride.layouts.replicated import replicated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from restride.algebra.layout import Layout, Shape
     from restride.checkpoint.catalog import StateEntry
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._partitions import Partitions
     from restride.formats.deepspeed._run import Run
+    from restride.formats.deepspeed._whole import Whole
 
 __all__ = ["read_tensors"]
 
@@ -37,6 +44,7 @@ def read_tensors(
     experts: Mapping[str, ExpertParameter],
     expert_files: ExpertFiles,
     partitions: Partitions,
+    whole: Whole | None = None,
 ) -> Iterator[TensorEntry]:
     """Yield the tensors of a checkpoint in the order of the model.
 
@@ -45,12 +53,13 @@ def read_tensors(
         experts: Stacked experts by name.
         expert_files: Their weights.
         partitions: What the optimizer files hold.
+        whole: What the model files hold of the optimizer, without ZeRO.
 
     Raises:
         CorruptError: Files contradict each other.
         UnsupportedError: Nothing says how a parameter is cut.
     """
-    yield from _Reader(run, experts, expert_files, partitions).read()
+    yield from _Reader(run, experts, expert_files, partitions, whole).read()
 
 
 class _Reader:
@@ -60,18 +69,24 @@ class _Reader:
         experts: Mapping[str, ExpertParameter],
         expert_files: ExpertFiles,
         partitions: Partitions,
+        whole: Whole | None,
     ) -> None:
         self._run = run
         self._experts = experts
         self._expert_files = expert_files
         self._partitions = partitions
+        self._whole = whole
         self._tp_mesh = Mesh((("tp", run.tp_size),))
         self._placements = _placements(run, self._tp_mesh)
         self._trained = dict.fromkeys(
             name for model in run.models for group in model.param_shapes or () for name in group
         )
         self._frozen = {name for model in run.models for name in model.frozen}
+        if whole is not None:
+            self._trained |= dict.fromkeys(whole.trained)
+            self._frozen |= whole.frozen
         self._buffers = run.models[0].buffer_names
+        self._has_optimizer = bool(run.zeros) or (whole is not None and whole.problem is None)
         self._aliases = self._find_aliases()
         self._scalars: dict[tuple[tuple[int, int], ...], dict[str, StateEntry]] = {}
 
@@ -97,15 +112,16 @@ class _Reader:
         states: dict[str, StateEntry] = {}
         if all(name in model.weights for model in run.models):
             shards = [model.weights[name] for model in run.models]
-            states["weight"] = stored_state(layout, shards, run.files, where)
+            states["weight"] = self._stored_weight(name, layout, shards)
         elif run.is_partitioned and self._is_frozen(name):
             cut = frozen_chunks(run, name)
             if cut.is_whole and cut.holdings:
                 states = flat_states(layout, cut, run.mesh, run.files, where)
         states |= self._optimizer_states(name, layout)
-        if "weight" not in states and not (run.is_partitioned and "fp32" in states):
+        is_elsewhere = name in run.elsewhere or (run.is_partitioned and "fp32" in states)
+        if "weight" not in states and not is_elsewhere:
             self._warn("no-weight", f"{where} is in no model file", name)
-        is_known = name in self._trained or name in self._frozen or not run.zeros
+        is_known = name in self._trained or name in self._frozen or not self._has_optimizer
         is_untracked = not is_known and layout.full_numel > 0
         if is_untracked:
             message = (
@@ -128,6 +144,15 @@ class _Reader:
             aliases=tuple(alias for alias, target in self._aliases.items() if target == name),
             trained_dtype=self._trained_dtype(name),
         )
+
+    def _stored_weight(
+        self, name: str, layout: Layout, shards: Sequence[StoredTensor]
+    ) -> StateEntry:
+        """A weight, and the copies of it that other layers of the stage are tied to."""
+        run, where = self._run, f"tensor {name!r}"
+        weights = [shards, *run.copies.get(name, ())]
+        entries = [stored_state(layout, weight, run.files, where) for weight in weights]
+        return replicas_of(dict(enumerate(entries)), Mesh((("layer", len(entries)),)), where)
 
     def _is_frozen(self, name: str) -> bool:
         """A rank whose shard is empty says so of a parameter that the other ranks train."""
@@ -203,11 +228,23 @@ class _Reader:
         )
 
     def _optimizer_states(self, name: str, layout: Layout) -> dict[str, StateEntry]:
+        if self._whole is not None:
+            return self._whole_states(self._whole, name, layout)
         run, cut = self._run, self._partitions.cuts.get(name)
         if cut is None or not cut.holdings or not cut.is_whole:
             return {}
         where = f"tensor {name!r}"
         return flat_states(layout, cut, run.mesh, run.files, where) | self._group_states(name)
+
+    def _whole_states(self, whole: Whole, name: str, layout: Layout) -> dict[str, StateEntry]:
+        """States that each tensor-parallel rank stores of its whole shard."""
+        owned = {tp: rank.owned[name] for tp, rank in enumerate(whole.ranks) if name in rank.owned}
+        files, where = self._run.files, f"tensor {name!r}"
+        arrays = {tp: own.arrays for tp, own in owned.items()}
+        scalars = {tp: own.scalars for tp, own in owned.items()}
+        return whole_states(layout, arrays, self._shapes(name), files, where) | group_states(
+            scalars, self._tp_mesh, files, where
+        )
 
     def _group_states(self, name: str) -> dict[str, StateEntry]:
         """States of the whole group: the same for all its parameters, so they are made once."""
@@ -215,7 +252,8 @@ class _Reader:
         key = tuple((rank, id(group)) for rank, group in groups.items())
         if key not in self._scalars:
             run = self._run
-            self._scalars[key] = group_states(groups, run.mesh, run.files, f"tensor {name!r}")
+            scalars = {rank: group.scalars for rank, group in groups.items()}
+            self._scalars[key] = group_states(scalars, run.mesh, run.files, f"tensor {name!r}")
         return self._scalars[key]
 
     def _layout(self, name: str) -> Layout:
@@ -258,6 +296,8 @@ class _Reader:
         """
         models = self._run.models
         said = {alias: name for model in models for alias, name in model.aliases.items()}
+        if self._whole is not None:
+            said |= self._whole.aliases
         for alias, name in said.items():
             if alias in self._trained or name not in {*self._trained, *models[0].weights}:
                 problem = "has optimizer states" if alias in self._trained else "is not there"

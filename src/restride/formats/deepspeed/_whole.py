@@ -324,7 +324,8 @@ def _unmatched(
         f"the optimizer's states are numbered and cannot be matched to the parameters: {problem}; "
         "they are left out (an optimizer made of named_parameters(), or ZeRO-1, saves names)"
     )
-    run.findings.append(Finding("error", "unmatched-states", message, files[0].where))
+    part = {"part": "optimizer"}
+    run.findings.append(Finding("error", "unmatched-states", message, files[0].where, part))
     ranks = [
         WholeRank(
             model,

@@ -112,7 +112,7 @@ def read_model_files(folder: Path, below: str) -> ModelFiles | None:
         findings.append(Finding("warning", "not-read", message, first.name))
         tensors = ()
     trained = tuple(tuple(map(tuple, model.param_shapes or ())) for model in run.models)
-    values = read_values(run, (), expert_files.extras)
+    values = read_values((run,), ((),), expert_files.extras)
     findings += [finding for finding in run.findings if finding.kind not in _EXPECTED]
     return ModelFiles(
         run,

@@ -1,4 +1,4 @@
-"""Read a DeepSpeed checkpoint of ZeRO-1 to ZeRO-3 into a catalog; no tensor is loaded."""
+"""Read a DeepSpeed checkpoint of any ZeRO stage into a catalog; no tensor is loaded."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from restride.formats.deepspeed._chunks import read_chunks
 from restride.formats.deepspeed._expert_files import ExpertFiles
 from restride.formats.deepspeed._experts import read_experts
 from restride.formats.deepspeed._partitions import read_partitions
-from restride.formats.deepspeed._run import open_run
+from restride.formats.deepspeed._run import open_stages
+from restride.formats.deepspeed._stages import joined_mesh, joined_tensors
 from restride.formats.deepspeed._state_values import read_values
 from restride.formats.deepspeed._tensors import read_tensors
+from restride.formats.deepspeed._whole import read_whole
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -36,29 +38,38 @@ def read_catalog(path: str | PathLike[str]) -> Catalog:
         are cut once more over the data-parallel ranks. What is no tensor is in the values, under
         ``model``, ``optimizer`` and ``other_files``.
 
+        Of a pipeline it is the mesh ``pp, dp, tp``, and a tensor has layouts over the ranks of its
+        stage; one that is tied over several stages has them over all ranks, and the stages that
+        hold it are replicas.
+
     Raises:
         FormatError: It is no DeepSpeed checkpoint, or a file is not what it must be.
         CorruptError: Files are damaged or contradict each other.
-        UnsupportedError: It is a checkpoint of a kind that cannot be read (ZeRO-0,
-            pipeline stages), or nothing in it says how a parameter is cut.
+        UnsupportedError: It is a checkpoint of a kind that cannot be read (experts
+            in a pipeline), or nothing in it says how a parameter is cut.
         ExecutionError: The system cannot read a file.
 
     Cost:
         The metadata of every file is read, no tensor is. O(parameters * ranks).
     """
-    run = open_run(Path(path))
+    runs = open_stages(Path(path))
+    run = runs[0]
     experts = _experts(run)
     files = ExpertFiles(run, experts)
     read = read_chunks if run.is_partitioned else read_partitions
-    partitions = read(run, experts)
-    tensors = tuple(read_tensors(run, experts, files, partitions))
-    values = read_values(run, partitions.members, files.extras)
+    partitions = [read(stage, experts) for stage in runs]
+    wholes = [read_whole(stage) for stage in runs]
+    tensors = [
+        tuple(read_tensors(stage, experts, files, held, whole))
+        for stage, held, whole in zip(runs, partitions, wholes, strict=True)
+    ]
+    values = read_values(runs, [held.members for held in partitions], files.extras, wholes)
     return Catalog(
         format=f"deepspeed zero-{_stage(run)}",
         root=str(run.root),
         files=tuple(run.files.entries),
-        mesh=run.mesh,
-        tensors=tensors,
+        mesh=joined_mesh(runs),
+        tensors=joined_tensors(tensors),
         values=values,
         findings=tuple(run.findings),
     )
@@ -68,6 +79,12 @@ def _experts(run: Run) -> dict[str, ExpertParameter]:
     root = run.models[0].root
     layers = root.get("ds_autoep_layers") or root.get("autoep_layers")
     experts = read_experts(layers)
+    if experts and run.is_of_pipeline:
+        raise UnsupportedError(
+            "has experts in the layers of a pipeline",
+            where=str(run.folder.path),
+            remedy="AutoEP checkpoints without pipeline stages can be read",
+        )
     if experts and run.tp_size > 1:
         raise UnsupportedError(
             f"folds expert parallelism into {run.tp_size} tensor-parallel ranks",
@@ -78,10 +95,15 @@ def _experts(run: Run) -> dict[str, ExpertParameter]:
 
 
 def _stage(run: Run) -> int:
-    """BF16_Optimizer does not say the stage; the configuration does."""
+    """The stage; where the files do not say it, by where the optimizer is, or the configuration.
+
+    BF16_Optimizer does not say it, and the configuration leaves it out where it is 0.
+    """
     if run.stage is not None:
         return run.stage
+    if run.models[0].optimizer is not None:
+        return 0
     config = run.models[0].root.get("ds_config")
     section = config.get("zero_optimization") if config else None
     stage = section.get("stage") if section else None
-    return stage.integer() if stage is not None else 1
+    return stage.integer() if stage is not None else int(bool(run.zeros))

@@ -1,0 +1,371 @@
+"""Pipelines: every stage is a run of its own, and tied layers are replicas."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from safetensors import safe_open
+
+from restride import api
+from restride.algebra.coverage import Covered, prove
+from restride.arrays.extract import extract
+from restride.errors import CorruptError, FormatError, ReplicaError, UnsupportedError
+from restride.formats.deepspeed import read_catalog
+from restride.testing.gather import gather_all
+from restride.testing.pipeline_files import StageRun, pipelines, write_pipeline
+from restride.testing.saved_values import Array, edit_file
+from restride.testing.zero_files import Parameter, ZeroRun
+from restride.testing.zero_runs import distinct
+
+RECORDED = Path(__file__).parents[1] / "data" / "deepspeed_pipeline"
+NAMES = sorted(path.name for path in RECORDED.iterdir())
+STATES = ("weight", "fp32", "exp_avg")
+
+
+def whole(shape, first: int) -> Parameter:
+    states = {state: distinct(shape, first + 100 * n) for n, state in enumerate(STATES)}
+    return Parameter(shape, states)
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """Copy a recorded checkpoint, to be damaged."""
+
+    def copy(name: str) -> Path:
+        shutil.copytree(RECORDED / name, tmp_path / name)
+        return tmp_path / name
+
+    return copy
+
+
+def refused(folder: Path, *words: str, error: type[Exception] = CorruptError) -> None:
+    with pytest.raises(error) as caught:
+        read_catalog(folder)
+    message = str(caught.value)
+    assert type(caught.value) is error, message
+    for word in words:
+        assert word in message, message
+
+
+@given(pipelines())
+@settings(max_examples=40)
+def test_every_state_of_every_stage_is_found_element_by_element(stages):
+    """`gather_all` compares the replicas of what is tied."""
+    with TemporaryDirectory() as folder:
+        write_pipeline(Path(folder) / "run", stages)
+
+        catalog = read_catalog(Path(folder) / "run")
+        found = gather_all(catalog)
+
+        expected = {
+            f"{name}/{state}": array
+            for stage in stages
+            for name, parameter in stage.run.parameters.items()
+            for state, array in parameter.states.items()
+        }
+        assert {key for key in found if not key.endswith("/step")} == expected.keys()
+        for key, array in expected.items():
+            assert np.array_equal(found[key].view(np.float32)[..., 0], array), key
+        for tensor in catalog.tensors:
+            assert isinstance(prove(tensor.layout), Covered)
+            for entry in tensor.states.values():
+                assert isinstance(prove(entry.layout, side="full"), Covered)
+        assert {finding.kind for finding in catalog.findings} <= {"slice-mapping-order"}
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+def test_files_of_the_bf16_optimizer_say_the_shapes_where_the_models_do_not(tmp_path, dp):
+    """A parameter may begin in one partition and end in the next one."""
+    runs = [
+        ZeroRun(dp, 1, {f"{first + n}.weight": whole((n, 5), 1000 * n) for n in (1, 2, 3)})
+        for first in (0, 10)
+    ]
+    stages = [
+        StageRun(
+            ZeroRun(
+                dp,
+                1,
+                run.parameters | {"tied_modules.table.weight": whole((4, 7), 9000)},
+                writer="bf16_optimizer",
+            ),
+            {int(name.partition(".")[0]): name.partition(".")[0] + "." for name in run.parameters}
+            | ({} if number else {0: "tied_modules.table."}),
+        )
+        for number, run in enumerate(runs)
+    ]
+    write_pipeline(tmp_path / "run", stages, has_shapes=False)
+
+    found = gather_all(read_catalog(tmp_path / "run"))
+
+    for stage in stages:
+        for name, parameter in stage.run.parameters.items():
+            for state in STATES:
+                array = found[f"{name}/{state}"].view(np.float32)[..., 0]
+                assert np.array_equal(array, parameter.states[state]), (name, state)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "fp32_z0"])
+def test_every_shard_is_that_which_the_engine_gathered_on_its_stage(name):
+    path = RECORDED / name
+    catalog = read_catalog(path)
+    states, layouts = gather_all(catalog), {t.name: t.layout for t in catalog.tensors}
+    seen = set()
+    for file in sorted(path.glob("reference_*.safetensors")):
+        tp = int(file.stem.rpartition("_tp")[2])
+        with safe_open(file, "numpy") as reference:
+            for key in reference.keys():  # noqa: SIM118 - no dict
+                expected = reference.get_tensor(key)
+                tensor = key.rpartition("/")[0]
+                array = states[key].view(np.float32)[..., 0]
+                shard = extract(layouts[tensor], array, tp)
+                assert np.array_equal(shard.reshape(expected.shape), expected), key
+                seen.add(key)
+
+    optimized = {key for key in states if not key.endswith(("/weight", "/step"))}
+    assert optimized == seen
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "fp32_z0"])
+def test_weights_of_the_layer_files_are_the_rounded_master_weights(name):
+    states = gather_all(read_catalog(RECORDED / name))
+    masters = {key: array for key, array in states.items() if key.endswith("/fp32")}
+    assert len(masters) >= 7
+    for key, master in masters.items():
+        bits = master.view(np.uint32)[..., 0].astype(np.uint64)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        weight = states[key.replace("/fp32", "/weight")].view(np.uint16)[..., 0]
+        assert np.array_equal(weight, rounded), key
+
+
+def test_a_catalog_of_a_pipeline_names_its_stages_and_each_tensor_its_own_ranks():
+    catalog = read_catalog(RECORDED / "tied_z1")
+    entries = {tensor.name: tensor for tensor in catalog.tensors}
+
+    assert catalog.format == "deepspeed zero-1"
+    assert str(catalog.mesh) == "pp=2,dp=2,tp=1"
+    assert str(entries["3.up.weight"].states["fp32"].layout.mesh) == "dp=2,tp=1"
+    tied = entries["tied_modules.embed.weight"]
+    assert str(tied.states["fp32"].layout.mesh) == "pp=2,dp=2,tp=1"
+    assert str(tied.layout.mesh) == "tp=1"
+    # The last stage has no layer of its own for it, only the parameter.
+    region, nothing = tied.states["weight"].regions
+    assert nothing is None
+    assert catalog.files[region.file].name == "step/layer_00-model_states.pt"
+    assert [t.name for t in catalog.tensors if t.is_frozen] == ["1.scale", "3.scale"]
+    assert [t.name for t in catalog.tensors if t.kind == "buffer"] == ["1.positions", "3.positions"]
+
+
+def test_parameter_groups_of_all_stages_are_one():
+    values = read_catalog(RECORDED / "tied_z1").values
+
+    (first, second) = values["optimizer"]["param_groups"]
+    assert (first["lr"], second["lr"]) == (0.01, 0.02)
+    assert first["params"] == [
+        "tied_modules.embed.weight",
+        *(f"{layer}.{kind}.weight" for layer in (1, 3) for kind in ("up", "down")),
+    ]
+    assert values["other_files"] == {}
+    assert values["model"]["epoch"] == 3
+
+
+def test_layers_that_are_tied_on_every_stage_are_stored_by_every_stage():
+    catalog = read_catalog(RECORDED / "bf16_z0")
+    tied = next(t for t in catalog.tensors if t.name == "tied_modules.block.up.weight")
+
+    assert catalog.format == "deepspeed zero-0"
+    weight = tied.states["weight"]
+    assert str(weight.layout.mesh) == "pp=3,tp=1"
+    assert [catalog.files[region.file].name for region in weight.regions] == [
+        f"step/layer_{number:02d}-model_states.pt" for number in (0, 2, 4)
+    ]
+
+
+def test_layers_of_one_stage_that_are_tied_are_copies_by_layer():
+    catalog = read_catalog(RECORDED / "shared_z1")
+    tied = next(t for t in catalog.tensors if t.name == "tied_modules.block.up.weight")
+
+    assert str(catalog.mesh) == "dp=2,tp=1"
+    assert str(tied.states["weight"].layout.mesh) == "layer=2,tp=1"
+    assert str(tied.states["fp32"].layout.mesh) == "dp=2,tp=1"
+
+
+def test_a_copy_of_a_tied_layer_that_differs_is_found_and_not_converted(copied, tmp_path):
+    folder = copied("bf16_z0")
+    edit_file(
+        folder / "step" / "layer_02-model_states.pt",
+        lambda layer: layer.update({"down.bias": Array("bfloat16", (6,), bytes(12))}),
+    )
+
+    report = api.check(folder)
+
+    drift = [finding for finding in report.findings if finding.kind == "replica-drift"]
+    assert [finding.where for finding in drift] == [
+        "tensor 'tied_modules.block.down.bias', state 'weight'"
+    ]
+    with pytest.raises(ReplicaError, match=r"block\.down\.bias"):
+        api.convert(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_of_a_pipeline_without_zero_name_nothing():
+    """The last stage could have its second layer in front, if that were tied."""
+    catalog = read_catalog(RECORDED / "fp32_z0")
+
+    assert [finding.kind for finding in catalog.findings] == ["unmatched-states"] * 2
+    assert "nothing says which layers are tied" in catalog.findings[0].message
+    assert all(list(tensor.states) == ["weight"] for tensor in catalog.tensors)
+    with safe_open(RECORDED / "fp32_z0" / "reference_pp0_tp0.safetensors", "numpy") as reference:
+        expected = reference.get_tensor("1.up.weight/fp32")
+    found = gather_all(catalog)["1.up.weight/weight"].view(np.float32)[..., 0]
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "fp32_z0"])
+def test_all_states_convert_and_stay_what_they_are(name, tmp_path):
+    api.convert(RECORDED / name, tmp_path / "out", states="all")
+
+    source, written = (gather_all(api.open(path)) for path in (RECORDED / name, tmp_path / "out"))
+    assert source.keys() == written.keys()
+    for key, array in source.items():
+        assert np.array_equal(array, written[key]), key
+
+
+def test_old_files_say_the_stages_by_their_layers(copied):
+    """Before `checkpoint_parallel_dimensions`, the layer files told the tensor-parallel ranks."""
+    folder = copied("tensor_z1")
+    for file in (folder / "step").glob("mp_rank_*"):
+        edit_file(file, lambda root: root.pop("checkpoint_parallel_dimensions") and root)
+
+    assert str(read_catalog(folder).mesh) == "pp=2,dp=1,tp=2"
+    assert len(gather_all(read_catalog(folder))) == 77
+
+
+def test_a_missing_layer_file(copied):
+    folder = copied("tied_z1")
+    (folder / "step" / "layer_03-model_states.pt").unlink()
+    refused(folder, "parameters that step/mp_rank_01_model_states.pt names are in no layer", "_03-")
+
+    folder = copied("tensor_z1")
+    (folder / "step" / "layer_02-model_01-model_states.pt").unlink()
+    refused(folder, "layer 2 has files of tp ranks [0] of 2: layer_02-model_01-model_states.pt is")
+
+
+def test_a_missing_tied_layer(copied):
+    folder = copied("tied_z1")
+    (folder / "step" / "layer_00-model_states.pt").unlink()
+
+    refused(folder, "the first is 'tied_modules.embed.weight'", "that has the tied module")
+
+
+def test_a_missing_model_file_of_a_stage(copied):
+    folder = copied("bf16_z0")
+    (folder / "step" / "mp_rank_01_model_states.pt").unlink()
+
+    refused(folder, "1 of 3 model files are missing: mp_rank_01_model_states.pt")
+
+
+def test_a_missing_optimizer_file_of_a_stage_is_said_and_its_states_are_left_out(copied):
+    folder = copied("tied_z1")
+    (folder / "step" / "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
+
+    catalog = read_catalog(folder)
+
+    missing = [finding for finding in catalog.findings if finding.kind == "missing-file"]
+    assert ["of stage 1 are missing (dp 1 tp 0)" in finding.message for finding in missing] == [
+        True
+    ]
+    held = {tensor.name for tensor in catalog.tensors if "fp32" in tensor.states}
+    assert "1.down.weight" in held
+    assert "3.down.weight" not in held
+
+
+def test_ranks_that_make_no_stages(copied):
+    folder = copied("tied_z1")
+    for file in (folder / "step").glob("mp_rank_*"):
+        edit_file(file, lambda root: root.update(checkpoint_parallel_dimensions={"pp_degree": 3}))
+    refused(folder, "2 model-parallel ranks are no 3 pipeline stages")
+
+    edit_file(file, lambda root: root.update(checkpoint_parallel_dimensions={"pp_degree": 2}))
+    refused(folder, "pp_degree is", "in step/mp_rank_0")
+
+
+def test_stages_with_weights_in_their_model_files_are_refused(copied):
+    """The names in them may be those of a stage: its first layer is layer 0."""
+    folder = copied("fp32_z0")
+    for file in (folder / "step").glob("layer_*"):
+        file.unlink()
+    refused(folder, "no layer_*-model_states.pt with the weights of a pipeline", error=FormatError)
+
+    for file in (folder / "step").glob("mp_rank_*"):
+        edit_file(file, lambda root: root.update(module={"x": Array("float32", (1,), bytes(4))}))
+    refused(folder, "two stages may give different layers the same", error=UnsupportedError)
+
+
+def test_layer_files_beside_a_whole_module_are_of_two_saves(copied):
+    folder = copied("shared_z1")
+    module = {"x": Array("float32", (1,), bytes(4))}
+    edit_file(folder / "step" / "mp_rank_00_model_states.pt", lambda r: r.update(module=module))
+
+    refused(folder, "has layer_00-model_states.pt, and the weights are in step/mp_rank_00")
+
+
+def test_a_layer_that_may_be_either_of_two_tied_modules_is_refused(tmp_path):
+    parameters = {
+        "tied_modules.a.weight": whole((2, 3), 0),
+        "tied_modules.b.weight": whole((2, 3), 1000),
+        "1.weight": whole((3,), 2000),
+    }
+    layers = {0: "tied_modules.a.", 1: "1.", 2: "tied_modules.b."}
+    write_pipeline(tmp_path / "run", [StageRun(ZeroRun(1, 1, parameters), layers)])
+
+    refused(
+        tmp_path / "run",
+        "layer 0 has the names and shapes of the tied modules tied_modules.a and tied_modules.b",
+        error=UnsupportedError,
+    )
+
+
+def test_two_files_of_one_layer(copied):
+    folder = copied("tied_z1") / "step"
+    shutil.copy(folder / "layer_03-model_states.pt", folder / "layer_003-model_states.pt")
+
+    refused(folder, "has two files of layer 3, tp rank 0")
+
+
+def test_a_layer_that_two_stages_name(copied):
+    folder = copied("tied_z1")
+    name = "1.down.weight"
+
+    def named_twice(root):
+        groups = root["param_shapes"]
+        groups[0][name] = (6, 8)
+
+    edit_file(folder / "step" / "mp_rank_01_model_states.pt", named_twice)
+
+    refused(folder, "layer 1 is on stages [0, 1]")
+
+
+def test_layers_of_a_tensor_parallel_rank_that_is_not_there_are_stale(copied):
+    folder = copied("tied_z1")
+    step = folder / "step"
+    shutil.copy(step / "layer_03-model_states.pt", step / "layer_03-model_01-model_states.pt")
+
+    findings = read_catalog(folder).findings
+
+    stale = [finding.where for finding in findings if finding.kind == "stale-file"]
+    assert stale == ["step/layer_03-model_01-model_states.pt"]
+
+
+def test_tied_layers_that_contradict_each_other(copied):
+    folder = copied("bf16_z0")
+    edit_file(
+        folder / "step" / "layer_02-model_states.pt",
+        lambda layer: layer.update({"positions": Array("float32", (3,), bytes(12))}),
+    )
+
+    refused(folder, "is float32 of shape (3,) in one place and int64 of shape (3,) in another")

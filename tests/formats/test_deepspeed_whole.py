@@ -1,0 +1,505 @@
+"""ZeRO-0: states inside the model files, numbered, get the right names or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import restride
+from restride import api
+from restride.cli import main
+from restride.errors import CorruptError, FormatError
+from restride.formats.deepspeed import read_catalog
+from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
+from restride.testing.gather import gather, gather_all
+from restride.testing.saved_values import Array, edit_file
+from restride.testing.whole_files import rounded_run, write_whole_run
+from restride.testing.zero_files import Parameter, ZeroRun, shard_of
+from restride.testing.zero_runs import zero_runs
+
+RECORDED = Path(__file__).parents[1] / "data" / "deepspeed"
+KINDS = ("bare", "unfused", "flat")
+
+
+def drawn(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def parameter(shape, seed: int, *, group: int = 0, cut=None) -> Parameter:
+    states = {state: drawn(shape, 10 * seed + n) for n, state in enumerate(["fp32", "exp_avg"])}
+    return Parameter(shape, states, cut, group)
+
+
+def written(folder: Path, parameters: dict[str, Parameter], kind, tp: int = 1, **how) -> ZeroRun:
+    run = rounded_run(ZeroRun(1, tp, parameters), kind)
+    write_whole_run(folder, run, kind, **how)
+    return run
+
+
+def file_of(folder: Path, tp: int = 0) -> Path:
+    return folder / "step" / f"mp_rank_{tp:02d}_model_states.pt"
+
+
+def kinds_of(catalog) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.kind) for finding in catalog.findings]
+
+
+def message_of(catalog, kind: str) -> str:
+    (finding,) = [finding for finding in catalog.findings if finding.kind == kind]
+    return finding.message
+
+
+def holds(catalog, run: ZeroRun) -> None:
+    """Every state of every parameter is in the catalog, and is the right one."""
+    found = gather_all(catalog)
+    for name, expected in run.parameters.items():
+        for state, values in expected.states.items():
+            actual = found.pop(f"{name}/{state}")
+            assert np.array_equal(actual.reshape(-1), values.reshape(-1).view(np.uint8)), name
+        assert found.pop(f"{name}/step").view(np.float32) == 2
+    assert not found
+
+
+def holds_weights_only(catalog, run: ZeroRun) -> None:
+    assert {state for tensor in catalog.tensors for state in tensor.states} == {"weight"}
+    for name, actual in gather_all(catalog).items():
+        values = run.parameters[name.removesuffix("/weight")].states["weight"]
+        assert np.array_equal(actual.reshape(-1), values.reshape(-1).view(np.uint8))
+
+
+# --- everything that is written is found -------------------------------------------------
+
+
+@given(zero_runs(writers=["zero"]), st.sampled_from(KINDS))
+@settings(max_examples=60)
+def test_every_state_is_found_in_the_files_element_by_element(run, kind):
+    run = rounded_run(run, kind)
+    with TemporaryDirectory() as folder:
+        write_whole_run(Path(folder) / "run", run, kind)
+
+        catalog = read_catalog(Path(folder) / "run")
+
+        assert catalog.format == "deepspeed zero-0"
+        if all(finding.kind != "unmatched-states" for finding in catalog.findings):
+            holds(catalog, run)
+        else:  # two groups have shards that nothing tells apart
+            looks = [
+                (shard.shape, b"" if kind == "bare" else shard.tobytes())
+                for tp in range(run.tp)
+                for shard in (shard_of(run, name, "weight", tp) for name in run.parameters)
+            ]
+            assert len(set(looks)) < len(looks)
+            assert "different groups" in message_of(catalog, "unmatched-states")
+            holds_weights_only(catalog, run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensor_parallel_ranks_are_matched_each_by_itself(tmp_path, kind):
+    parameters = {
+        "k_proj": parameter((4, 3), 1, cut=(0, (4, 0))),
+        "up": parameter((6, 3), 2, cut=(0, (3, 3))),
+        "down": parameter((3, 6), 3, cut=(1, (2, 4)), group=1),
+        "norm": parameter((3,), 4, group=1),
+    }
+    run = written(tmp_path / "run", parameters, kind, tp=2)
+
+    catalog = read_catalog(tmp_path / "run")
+
+    holds(catalog, run)
+    groups = catalog.values["optimizer"]["param_groups"]
+    assert [(g["lr"], g["params"]) for g in groups] == [
+        (0.5, ["k_proj", "up"]),
+        (1.5, ["down", "norm"]),
+    ]
+    assert not catalog.findings
+
+
+@pytest.mark.parametrize("kind", ["bare", "unfused"])
+def test_names_that_the_optimizer_was_told_are_used_whatever_the_order(tmp_path, kind):
+    parameters = {f"layer.{n}": parameter((3, 3), n, group=n % 2) for n in range(6)}
+    order = [f"layer.{n}" for n in (4, 1, 0, 5, 2, 3)]
+    run = written(tmp_path / "run", parameters, kind, order=order, has_names=True)
+
+    catalog = read_catalog(tmp_path / "run")
+
+    holds(catalog, run)
+    assert not catalog.findings
+
+
+def test_names_of_frozen_parameters_stay_in_a_wrapped_group(tmp_path):
+    """`FP16_UnfusedOptimizer` takes them out of the group, and not out of its names."""
+    parameters = {f"layer.{n}": parameter((3, 3), n) for n in range(4)}
+    run = written(tmp_path / "run", parameters, "unfused", has_names=True)
+
+    def freeze(root):
+        base = root["optimizer"]["optimizer_state_dict"]
+        del root["optimizer"]["fp32_groups"][0][2], base["state"][2]
+        base["state"][2] = base["state"].pop(3)
+        base["param_groups"][0]["params"] = [0, 1, 2]
+
+    edit_file(file_of(tmp_path / "run"), freeze)
+    catalog = read_catalog(tmp_path / "run")
+
+    frozen = catalog.tensors[2]
+    assert (frozen.name, frozen.is_frozen, list(frozen.states)) == ("layer.2", True, ["weight"])
+    last = gather(catalog, catalog.tensors[3].states["fp32"])
+    assert np.array_equal(last.view(np.float32)[..., 0], run.parameters["layer.3"].states["fp32"])
+
+
+@pytest.mark.parametrize("kind", ["unfused", "flat"])
+def test_master_weights_tell_parameters_apart_in_any_order_and_group(tmp_path, kind):
+    """A learning rate for every layer, in the order of a set: no rule of thumb helps."""
+    parameters = {f"layer.{n}": parameter((3, 3), n, group=n % 3) for n in range(7)}
+    order = [f"layer.{n}" for n in (5, 0, 6, 2, 1, 4, 3)]
+    run = written(tmp_path / "run", parameters, kind, order=order)
+
+    catalog = read_catalog(tmp_path / "run")
+
+    holds(catalog, run)
+    assert not catalog.findings
+
+
+def test_parameters_that_only_their_order_tells_apart_are_named(tmp_path):
+    parameters = {f"layer.{n}.weight": parameter((3, 3), n) for n in range(3)}
+    written(tmp_path / "run", parameters, "bare")
+
+    message = message_of(read_catalog(tmp_path / "run"), "numbered-states")
+
+    assert "3 of 3 parameters share their shape with another one" in message
+
+
+# --- what cannot be proved is left out, with the reason ----------------------------------
+
+
+def test_shapes_that_two_groups_have_are_not_guessed_without_master_weights(tmp_path):
+    parameters = {f"layer.{n}": parameter((3, 3), n, group=n // 2) for n in range(4)}
+    run = written(tmp_path / "run", parameters, "bare")
+
+    catalog = read_catalog(tmp_path / "run")
+
+    assert kinds_of(catalog) == [("error", "unmatched-states")]
+    message = message_of(catalog, "unmatched-states")
+    assert "are in different groups, and nothing tells which is which of layer.0" in message
+    assert "named_parameters()" in message
+    holds_weights_only(catalog, run)
+    assert catalog.values["optimizer"]["param_groups"][1] == {"lr": 1.5, "params": [2, 3]}
+
+
+def test_frozen_parameters_of_the_shape_of_trained_ones_are_not_guessed(tmp_path):
+    parameters = {f"layer.{n}": parameter((3, 3), n) for n in range(3)}
+    run = written(tmp_path / "run", parameters, "bare")
+
+    def leave_out(root):
+        del root["optimizer"]["state"][2]
+        root["optimizer"]["param_groups"][0]["params"] = [0, 1]
+
+    edit_file(file_of(tmp_path / "run"), leave_out)
+    catalog = read_catalog(tmp_path / "run")
+
+    assert "fit 3 parameters: layer.0, layer.1 and layer.2" in message_of(
+        catalog, "unmatched-states"
+    )
+    holds_weights_only(catalog, run)
+
+
+def test_an_order_that_is_not_the_models_is_noticed_by_its_shapes(tmp_path):
+    """Sorted names put layer 10 before layer 2."""
+    parameters = {
+        f"layer.{n}.{kind}": parameter(shape, 2 * n + place)
+        for n in (1, 2, 10)
+        for place, (kind, shape) in enumerate([("up", (4, 3)), ("down", (3, 4))])
+    }
+    run = written(tmp_path / "run", parameters, "bare", order=sorted(parameters))
+
+    catalog = read_catalog(tmp_path / "run")
+
+    assert "group 0 is not in the order of the model" in message_of(catalog, "unmatched-states")
+    holds_weights_only(catalog, run)
+
+
+@pytest.mark.parametrize("kind", ["unfused", "flat"])
+def test_master_weights_of_other_weights_are_not_used(tmp_path, kind):
+    """Weights that were averaged before saving, or a file of another run."""
+    run = written(tmp_path / "run", {"a": parameter((3, 3), 1), "b": parameter((3,), 2)}, kind)
+
+    def replace_weight(root):
+        key = "fp32_groups_flat" if kind == "flat" else "fp32_groups"
+        masters = root["optimizer"][key]
+        if kind == "flat":
+            masters[0] = Array("float32", (12,), drawn((12,), 77).tobytes())
+        else:
+            masters[0][0] = Array("float32", (3, 3), drawn((3, 3), 77).tobytes())
+
+    edit_file(file_of(tmp_path / "run"), replace_weight)
+    catalog = read_catalog(tmp_path / "run")
+
+    assert "fits no parameters" in message_of(catalog, "unmatched-states")
+    holds_weights_only(catalog, run)
+
+
+def test_weights_that_are_no_views_of_a_buffer_have_no_place_in_flat_states(tmp_path):
+    run = written(tmp_path / "run", {"a": parameter((3, 3), 1), "b": parameter((3,), 2)}, "flat")
+
+    def untie(root):
+        weight = run.parameters["b"].states["weight"]
+        root["module"]["b"] = Array("float16", (3,), weight.tobytes())
+
+    edit_file(file_of(tmp_path / "run"), untie)
+    catalog = read_catalog(tmp_path / "run")
+
+    assert "the flat buffer of group 0 with 12 elements fits no" in message_of(
+        catalog, "unmatched-states"
+    )
+    holds_weights_only(catalog, run)
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_a_number_never_gets_a_wrong_name(data):
+    """Scripts that list parameters in the order of the model are matched right, or not at all;
+    any other order is noticed wherever tokens can tell."""
+    count = data.draw(st.integers(1, 7))
+    tokens = [data.draw(st.integers(0, 3)) for _ in range(count)]
+    model = [Candidate(f"p{n}", tokens[n]) for n in range(count)]
+    trained = [n for n in range(count) if data.draw(st.integers(0, 5))]
+    group_of = {n: data.draw(st.integers(0, 1)) for n in trained}
+    is_ordered = data.draw(st.booleans())
+    listed = trained if is_ordered else data.draw(st.permutations(trained))
+    truth = [[n for n in listed if group_of[n] == group] for group in range(2)]
+    groups = [[Slot(str(n), frozenset({tokens[n]})) for n in own] for own in truth]
+
+    found = match(model, groups, [None, None])
+
+    if isinstance(found, Unmatched):
+        assert len(set(tokens)) < count  # otherwise every number is known
+        return
+    for own, names in zip(truth, found.names, strict=True):
+        for n, name in zip(own, names, strict=True):
+            assert name is not None
+            assert tokens[n] == tokens[int(name[1:])]
+            assert name == f"p{n}" or (not is_ordered and name in found.by_order)
+
+
+def test_a_group_in_order_without_doubles_is_matched_where_another_group_is_not():
+    found = match(
+        [Candidate("a", 1), Candidate("b", 2), Candidate("c", 2)],
+        [[Slot("0", frozenset({1}))], [Slot("1", frozenset({2})), Slot("2", frozenset({2}))]],
+        [None, None],
+    )
+
+    assert found == Matched((("a",), ("b", "c")), frozenset({"b", "c"}))
+
+
+# --- files that lie ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    parameters = {
+        "up": parameter((6, 3), 2, cut=(0, (3, 3))),
+        "norm": parameter((3,), 4, group=1),
+    }
+    written(tmp_path / "run", parameters, "unfused", tp=2)
+    return tmp_path / "run"
+
+
+def of_optimizer(change):
+    def edit(root):
+        change(root["optimizer"])
+
+    return edit
+
+
+def of_base(change):
+    return of_optimizer(lambda state: change(state["optimizer_state_dict"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (
+            lambda root: root.update(optimizer={"momentum": 1}),
+            FormatError,
+            "its keys are 'momentum'",
+        ),
+        (lambda root: root.update(optimizer=[1]), FormatError, "the state dict of an optimizer"),
+        (
+            of_optimizer(lambda state: state["fp32_groups"].pop()),
+            CorruptError,
+            "master weights of 1 groups and 2 param_groups",
+        ),
+        (
+            of_optimizer(lambda state: state["fp32_groups"][0].pop()),
+            CorruptError,
+            "numbers 1 parameters, the master weights of the group are 0",
+        ),
+        (
+            of_base(lambda base: base["param_groups"][1].update(params=[0])),
+            CorruptError,
+            "numbers a parameter twice",
+        ),
+        (
+            of_base(lambda base: base["state"].update({9: {}})),
+            CorruptError,
+            "has states of parameters [9], which no group has",
+        ),
+        (
+            of_base(lambda base: base["param_groups"][0].update(param_names=["up", "up"])),
+            CorruptError,
+            "names a parameter twice",
+        ),
+        (
+            of_base(lambda base: base["param_groups"][0].update(param_names=[])),
+            CorruptError,
+            "names 0 parameters, the group has 1",
+        ),
+        (
+            of_base(lambda base: base["param_groups"][0].update(params=["a"])),
+            FormatError,
+            "an integer",
+        ),
+        (
+            of_base(lambda base: base["state"][0].pop("exp_avg")),
+            CorruptError,
+            "tp rank 0 has no state 'exp_avg', its weight has shape (3, 3)",
+        ),
+        (lambda root: root.update(optimizer=None), CorruptError, "has the optimizer's state in it"),
+    ],
+)
+def test_files_that_lie_are_refused_with_the_place(saved, change, error, words):
+    edit_file(file_of(saved), change)
+
+    with pytest.raises(error) as caught:
+        read_catalog(saved)
+
+    assert type(caught.value) is error
+    assert words in str(caught.value)
+    assert "_model_states.pt" in str(caught.value) or "tensor 'up'" in str(caught.value)
+
+
+def test_ranks_that_put_a_parameter_into_different_groups_are_of_different_saves(saved):
+    def swap(root):
+        optimizer = root["optimizer"]
+        optimizer["fp32_groups"].reverse()
+        base = optimizer["optimizer_state_dict"]
+        base["state"] = {0: base["state"][1], 1: base["state"][0]}
+
+    edit_file(file_of(saved, 1), swap)
+
+    with pytest.raises(CorruptError, match="has 'norm' in group 0, another rank in group 1"):
+        read_catalog(saved)
+
+
+def test_states_of_another_shape_are_told_of_and_carried(saved):
+    def factor(root):
+        for own in root["optimizer"]["optimizer_state_dict"]["state"].values():
+            own["exp_avg_sq_row"] = Array("float32", (2,), b"\0" * 8)
+
+    for tp in range(2):
+        edit_file(file_of(saved, tp), factor)
+    catalog = read_catalog(saved)
+
+    assert "has shape (2,), which is not that of 'up'" in message_of(catalog, "uncut-state")
+    assert "exp_avg_sq_row" not in catalog.tensors[0].states
+    carried = catalog.values["optimizer"]["state.up.exp_avg_sq_row"]
+    assert carried["tensor"]["shape"] == [2]
+
+
+def test_two_weights_that_share_their_bytes_are_one_parameter(tmp_path):
+    """The optimizer numbers tied weights once."""
+    run = written(tmp_path / "run", {"a": parameter((3, 3), 1), "b": parameter((3,), 2)}, "unfused")
+
+    def tie(root):
+        root["module"]["head"] = root["module"]["a"]
+
+    edit_file(file_of(tmp_path / "run"), tie)
+    catalog = read_catalog(tmp_path / "run")
+
+    assert [(t.name, t.aliases) for t in catalog.tensors] == [("a", ("head",)), ("b", ())]
+    holds(catalog, run)
+
+
+def test_large_and_transposed_tensors_are_recognised_by_some_of_their_elements(tmp_path):
+    parameters = {f"layer.{n}": parameter((90, 70), n, group=n) for n in range(2)}
+    run = written(tmp_path / "run", parameters, "unfused")
+
+    def transpose(root):
+        weight = run.parameters["layer.0"].states["weight"]
+        content = np.ascontiguousarray(weight.T).tobytes()
+        root["module"]["layer.0"] = Array("float16", (90, 70), content, strides=(1, 90))
+
+    edit_file(file_of(tmp_path / "run"), transpose)
+
+    holds(read_catalog(tmp_path / "run"), run)
+
+
+# --- the real engine's files -------------------------------------------------------------
+
+
+def test_the_wrapper_counts_the_step_that_it_made_before_the_training(shared):
+    """`initialize_optimizer_states` steps once with zero gradients, so two steps are three."""
+    catalog = read_catalog(shared / "checkpoints" / "codegen_fused_tp2_z0")
+
+    assert gather(catalog, catalog.tensors[0].states["step"]).view(np.float32) == 3
+
+
+def test_moments_are_those_of_the_same_training_with_zero_1(shared):
+    """The first step has the same gradients and the second almost: every moment points where its
+    namesake of ZeRO-1 points, and where no other one does."""
+    states = [
+        gather_all(read_catalog(shared / "checkpoints" / f"codegen_fused_tp2_{stage}"))
+        for stage in ("z0", "z1")
+    ]
+    names = [name for name in states[0] if name.endswith("/exp_avg")]
+    vectors = [{name: found[name].view(np.float32).ravel() for name in names} for found in states]
+
+    for name, own in vectors[0].items():
+        angles = {
+            other: cosine(own, vector)
+            for other, vector in vectors[1].items()
+            if vector.size == own.size
+        }
+        assert max(angles, key=angles.__getitem__) == name
+        assert angles[name] > 0.98
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("name", ["numbered_groups_z0", "numbered_flat_z0", "numbered_fp32_z0"])
+def test_states_do_not_depend_on_the_class_that_saved_them(name):
+    """The three classes trained the same model with the same groups, two of them in bf16."""
+    catalog = read_catalog(RECORDED / name)
+    groups = catalog.values["optimizer"]["param_groups"]
+
+    assert catalog.format == "deepspeed zero-0"
+    trained = [member for group in groups for member in group["params"]]
+    states = {t.name: set(t.states) - {"step"} for t in catalog.tensors if t.name in trained}
+    assert all(own == {"weight", "fp32", "exp_avg", "exp_avg_sq"} for own in states.values())
+    is_tied = name != "numbered_fp32_z0"
+    assert ("head.weight" in trained, "base.weight" in trained) == (not is_tied, not is_tied)
+
+
+def test_weights_of_zero_0_go_to_safetensors(shared, tmp_path):
+    source = shared / "checkpoints" / "codegen_fused_tp2_z0"
+
+    report = api.convert(source, tmp_path / "out", states="all")
+
+    assert restride.diff(source, tmp_path / "out").verdict == "same"
+    assert report.tensor_count == 105
+
+
+def test_check_says_what_is_left_out_and_convert_still_gives_the_weights(tmp_path, capsys):
+    parameters = {f"layer.{n}": parameter((3, 3), n, group=n // 2) for n in range(4)}
+    written(tmp_path / "run", parameters, "bare")
+
+    assert main(["check", str(tmp_path / "run")]) == 1
+    assert "cannot be matched to the parameters" in capsys.readouterr().out.replace("\n", " ")
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
