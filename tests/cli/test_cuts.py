@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from restride.api import open as open_checkpoint
 from restride.layouts.presets import autotp_layouts
 from restride.targets import Cut, find_cut
 from restride.testing.command_line import SAMPLE, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CODEGEN = {"model_type": "codegen", "n_head": 16, "n_embd": 32, "tie_word_embeddings": False}
 QKV = "transformer.h.0.attn.qkv_proj.weight"
@@ -232,3 +230,65 @@ def test_a_path_that_is_not_there_is_named(checkpoint: Path) -> None:
     ran = run("layouts", checkpoint / "nothing", "--tp", "4")
 
     assert ran.err == f"restride: {checkpoint / 'nothing'}: no such file or folder\n"
+
+
+def layouts_of(path: Path) -> dict[str, Any]:
+    return {tensor.name: tensor.layout for tensor in open_checkpoint(path).tensors}
+
+
+def test_a_conversion_cuts_what_was_shown_and_back_again_is_the_same(checkpoint: Path) -> None:
+    config = write(checkpoint.parent / "model.json", CODEGEN)
+    wide = ("--to", "deepspeed", "--config", config, "--zero", "1")
+
+    ran = run("convert", "ckpt", "four", *wide, "--tp", "4", "--dp", "1")
+    back = run("convert", "four", "two", *wide, "--tp", "2", "--dp", "2")
+
+    assert (ran.code, back.code) == (0, 0), ran.err + back.err
+    assert "[without-plan]" in ran.out
+    shown = find_cut(open_checkpoint(checkpoint), Cut(4, config)).layouts
+    assert [
+        n for n, layout in layouts_of(Path("four")).items() if not same_layout(layout, shown[n])
+    ] == []
+    before, after = layouts_of(checkpoint), layouts_of(Path("two"))
+    assert [name for name in before if not same_layout(before[name], after[name])] == []
+    assert run("diff", "ckpt", "two").code == 0
+    assert run("diff", "ckpt", "four").code == 0
+
+
+def test_a_conversion_is_cut_by_rules_and_by_the_plan(checkpoint: Path) -> None:
+    config = write(checkpoint.parent / "model.json", CODEGEN)
+    rules = write(
+        checkpoint.parent / "my.toml",
+        'format = "restride-rules/1"\nrest = "whole"\n'
+        '[[rules]]\nmatch = "lm_head.*"\nlayout = "column"\n',
+    )
+    to = ("--to", "deepspeed", "--tp", "2", "--dp", "1", "--zero", "1")
+
+    assert run("convert", "ckpt", "ruled", *to, "--rules", rules).code == 0
+    planned = run("convert", "ckpt", "planned", *to, "--config", config, "--plan")
+
+    assert planned.code == 0
+    assert "fused and cut against its heads" in planned.out
+    ruled, cut = layouts_of(Path("ruled")), layouts_of(Path("planned"))
+    assert {n for n, x in ruled.items() if x.shard_shape(0) != x.full_shape} == {
+        "lm_head.weight",
+        "lm_head.bias",
+    }
+    assert cut[QKV].pieces(0)[0].numel == 48 * 32  # plain rows in one run
+    assert run("diff", "ruled", "planned").code == 0
+
+
+def test_other_formats_take_no_word_of_the_next_run(checkpoint: Path) -> None:
+    ran = run("convert", checkpoint.name, "out", "--config", "model.json")
+
+    assert ran.err == (
+        "restride: safetensors takes no config; leave it out, or convert to deepspeed\n"
+    )
+
+
+def test_a_conversion_that_needs_a_config_leaves_nothing(checkpoint: Path) -> None:
+    ran = run("convert", checkpoint.name, "out", "--to", "deepspeed", "--tp", "4", "--dp", "1")
+
+    assert ran.code == 2
+    assert "give the config.json of the model" in ran.err
+    assert sorted(path.name for path in checkpoint.parent.iterdir()) == ["ckpt"]
