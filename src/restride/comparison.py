@@ -19,7 +19,7 @@ from restride.arrays.differences import Tolerance, can_compare
 from restride.arrays.fingerprint import SCRATCH_NBYTES, finish
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.fingerprints import fingerprints_from_json
-from restride.checkpoint.pairing import pair_arrays, states_of, tensors_by_name
+from restride.checkpoint.pairing import arrays_of, pair_arrays, tensors_by_name
 from restride.checkpoint.proofs import prove_catalog
 from restride.errors import BudgetError, ExecutionError, PlanError
 from restride.executors.comparing import CompareWriter
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from restride.arrays.differences import Difference, Number
     from restride.checkpoint.catalog import Catalog, StateEntry, TensorEntry
+    from restride.checkpoint.dtypes import DType
     from restride.checkpoint.fingerprints import Fingerprints
     from restride.checkpoint.pairing import Pair
     from restride.checkpoint.selection import States
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ArrayDifference", "DiffReport", "check_against", "diff", "fingerprint"]
 
-_Array: TypeAlias = "tuple[str, str, StateEntry]"
+_Array: TypeAlias = "tuple[str, str, StateEntry, DType]"
 
 _DEFAULT_BUDGET_NBYTES: Final = 512 << 20
 # Temporaries of one thread while values that differ are looked at.
@@ -166,8 +167,7 @@ def diff(
     readable = [
         pair
         for pair in pairs
-        if pair.a.layout.full_shape == pair.b.layout.full_shape
-        and can_compare(pair.a.dtype, pair.b.dtype)
+        if pair.a.shape == pair.b.shape and can_compare(pair.a.dtype, pair.b.dtype)
     ]
     plans = _plan_both(catalogs, readable, budget_nbytes)
     found, read_nbytes = _compare(catalogs, plans, tolerance, observer or NullObserver())
@@ -220,7 +220,7 @@ def fingerprint(
         BudgetError: The budget is too small for any buffer.
 
     Cost:
-        Every element is read once.
+        Every element is read once; twice where a weight is the master copy, rounded.
     """
     catalog = open_catalog(path)
     return _fingerprints(catalog, _selected(catalog, states), budget_nbytes, observer)
@@ -258,7 +258,7 @@ def check_against(
         (by_name[name].name, state): (name, state)
         for name, states in expected.items()
         for state in states
-        if name in by_name and state in by_name[name].states
+        if name in by_name and state in arrays_of(by_name[name], "all")
     }
     arrays = list(_selected(catalog, "all"))
     sound = [
@@ -282,7 +282,7 @@ def _deviations(
             where = f"tensor {name!r}, state {state!r}"
             tensor = by_name.get(name)
             details = {"tensor": name, "state": state, "expected": digits}
-            if tensor is None or state not in tensor.states:
+            if tensor is None or state not in arrays_of(tensor, "all"):
                 message = f"{where}: {file} has its fingerprint, the checkpoint has no such array"
                 yield Finding("error", "fingerprint-missing", message, where, details)
                 continue
@@ -321,8 +321,8 @@ def _fingerprints(
     read_nbytes = _execute(catalog, plan, writer, watching)
     watching.on_finish(PlanFinished(read_nbytes, 0, time.perf_counter() - started))
     result: dict[str, dict[str, str]] = {}
-    for total, (tensor, state, entry) in zip(writer.totals, arrays, strict=True):
-        digits = finish(total, entry.dtype.name, entry.layout.full_shape)
+    for total, (tensor, state, entry, dtype) in zip(writer.totals, arrays, strict=True):
+        digits = finish(total, dtype.name, entry.layout.full_shape)
         result.setdefault(tensor, {})[state] = digits
     return result
 
@@ -336,7 +336,13 @@ def _within(
     part = (budget_nbytes - reserved) // len(sides)
     try:
         return [
-            plan_reading(catalog.files, arrays, budget_nbytes=part, workers=workers)
+            plan_reading(
+                catalog.files,
+                [array[:3] for array in arrays],
+                dtypes=[array[3] for array in arrays],
+                budget_nbytes=part,
+                workers=workers,
+            )
             for catalog, arrays in sides
         ]
     except BudgetError as error:
@@ -356,8 +362,8 @@ def _plan_both(
     catalogs: tuple[Catalog, Catalog], pairs: Sequence[Pair], budget_nbytes: int
 ) -> tuple[Plan, Plan]:
     """Plans of both sides in which a step of the first fits the buffers of the second."""
-    a = [(pair.names[0], pair.state, pair.a) for pair in pairs]
-    b = [(pair.names[1], pair.state, pair.b) for pair in pairs]
+    a = [(pair.names[0], pair.state, pair.a.entry, pair.a.dtype) for pair in pairs]
+    b = [(pair.names[1], pair.state, pair.b.entry, pair.b.dtype) for pair in pairs]
     first, second = _within(
         list(zip(catalogs, (a, b), strict=True)), budget_nbytes, _COMPARING_NBYTES
     )
@@ -419,5 +425,5 @@ def _tolerance(rtol: float, atol: float) -> Tolerance:
 
 def _selected(catalog: Catalog, states: States) -> Iterator[_Array]:
     for tensor in catalog.tensors:
-        for state, entry in states_of(tensor, states).items():
-            yield tensor.name, state, entry
+        for state, array in arrays_of(tensor, states).items():
+            yield tensor.name, state, array.entry, array.dtype

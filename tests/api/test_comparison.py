@@ -57,6 +57,20 @@ def test_a_checkpoint_and_its_conversion_are_the_same_in_every_array(name, share
     assert sum(map(len, fingerprints.values())) == arrays
 
 
+def test_a_weight_that_zero_3_stores_nowhere_is_its_master_copy_rounded(shared, tmp_path):
+    source = shared / "checkpoints" / "llama_tp1dp2_z3"
+    api.convert(source, tmp_path / "weights")
+
+    report = restride.diff(source, tmp_path / "weights", states="weights")
+    fingerprints = restride.fingerprint(source)
+    of_weights = restride.fingerprint(tmp_path / "weights")
+
+    assert (report.verdict, report.compared_count) == ("same", 21)
+    for tensor, states in of_weights.items():
+        assert fingerprints[tensor]["weight"] == states["weight"]
+        assert fingerprints[tensor]["fp32"] != states["weight"]
+
+
 def test_shards_of_one_and_of_two_ranks_have_one_fingerprint(shared):
     # The same weights cut over two ranks, whole in one file, and in the file of the real engine's
     # own conversion, which names every state.

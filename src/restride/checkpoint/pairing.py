@@ -12,9 +12,28 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from restride.checkpoint.catalog import Catalog, StateEntry, TensorEntry
+    from restride.checkpoint.dtypes import DType
     from restride.checkpoint.selection import States
 
-__all__ = ["Pair", "pair_arrays", "states_of", "tensors_by_name"]
+__all__ = ["Array", "Pair", "arrays_of", "pair_arrays", "tensors_by_name"]
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One array of a catalog, as it is looked at.
+
+    Attributes:
+        entry: Where it is.
+        dtype: Type that it is read in: the stored one, but for a weight that is stored nowhere.
+    """
+
+    entry: StateEntry
+    dtype: DType
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full array."""
+        return self.entry.layout.full_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +49,13 @@ class Pair:
 
     names: tuple[str, str]
     state: str
-    a: StateEntry
-    b: StateEntry
+    a: Array
+    b: Array
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of the full array."""
-        return self.a.layout.full_shape, self.b.layout.full_shape
+        return self.a.shape, self.b.shape
 
     @property
     def dtypes(self) -> tuple[str, str]:
@@ -70,11 +89,11 @@ def pair_arrays(
     for tensor in a.tensors:
         names = [renamed[name] for name in (tensor.name, *tensor.aliases)]
         others = {by_name[name].name: by_name[name] for name in names if name in by_name}
-        ours = states_of(tensor, states)
+        ours = arrays_of(tensor, states)
         if not others:
             only_a.extend((tensor.name, state) for state in ours)
         for place, other in enumerate(others.values()):
-            theirs = states_of(other, states)
+            theirs = arrays_of(other, states)
             both = [state for state in ours if state in theirs]
             seen.setdefault(other.name, set()).update(both)
             pairs.extend(
@@ -86,7 +105,7 @@ def pair_arrays(
     only_b = [
         (other.name, state)
         for other in b.tensors
-        for state in states_of(other, states)
+        for state in arrays_of(other, states)
         if state not in seen.get(other.name, set())
     ]
     return pairs, tuple(only_a), tuple(only_b)
@@ -147,10 +166,13 @@ def tensors_by_name(catalog: Catalog) -> dict[str, TensorEntry]:
     return tied | {tensor.name: tensor for tensor in catalog.tensors}
 
 
-def states_of(tensor: TensorEntry, states: States) -> dict[str, StateEntry]:
-    """The states to look at: every one, or the weight alone."""
-    return {
-        state: entry
-        for state, entry in tensor.states.items()
-        if states == "all" or state == "weight"
-    }
+def arrays_of(tensor: TensorEntry, states: States) -> dict[str, Array]:
+    """The arrays to look at: of every state, or the weight alone.
+
+    Where ZeRO-3 stores no weight, it is the master copy rounded to the type of the training: what
+    the engine computes with, what `select_weights` writes, and what other stages store.
+    """
+    arrays = {state: Array(entry, entry.dtype) for state, entry in tensor.states.items()}
+    if "weight" not in arrays and "fp32" in arrays and tensor.trained_dtype is not None:
+        arrays = {"weight": Array(tensor.states["fp32"], tensor.trained_dtype), **arrays}
+    return {s: array for s, array in arrays.items() if states == "all" or s == "weight"}

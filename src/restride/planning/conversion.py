@@ -166,8 +166,9 @@ def plan_comparison(
 
 def plan_reading(
     files: Sequence[FileEntry],
-    states: Iterable[tuple[str, str, StateEntry]],
+    states: Sequence[tuple[str, str, StateEntry]],
     *,
+    dtypes: Sequence[DType] | None = None,
     budget_nbytes: int,
     workers: int,
 ) -> Plan:
@@ -176,6 +177,7 @@ def plan_reading(
     Args:
         files: Source files, as the catalog numbers them.
         states: (tensor, state, entry) of each array to read.
+        dtypes: Type to read each of them in, by default the one that is stored.
         budget_nbytes: Most memory that plan and buffers may take together.
         workers: Most steps to run at one time.
 
@@ -188,9 +190,10 @@ def plan_reading(
     """
     regions: list[RegionPlan] = []
     for number, (tensor, state, entry) in enumerate(states):
+        dtype = entry.dtype if dtypes is None else dtypes[number]
         layout = whole_layout(entry.layout.full_shape)
         place = (Region(number, 0),)
-        job = Job(tensor, state, entry, layout, place, entry.dtype, "first", "read")
+        job = Job(tensor, state, entry, layout, place, dtype, "first", "read")
         try:
             (region,) = _regions(job)
         except RestrideError as error:

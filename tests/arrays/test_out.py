@@ -1,0 +1,115 @@
+"""Results go into memory that the caller has, where the caller hands it in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from restride import plan_transfer
+from restride.arrays import extract, move, rebuild
+from restride.errors import LayoutError, ShapeMismatchError, UnsupportedError
+from restride.layouts import codegen_qkv, padded, split
+from restride.testing.arrays import random_elements
+from restride.testing.strategies import layouts
+
+ROWS = split((4, 6), mesh={"tp": 2})
+COLUMNS = split((4, 6), mesh={"tp": 3}, dim=1)
+
+
+def cut(layout, full):
+    return {rank: extract(layout, full, rank) for rank in range(layout.rank_count)}
+
+
+@given(layouts(with_scales=False), st.randoms(use_true_random=False))
+def test_a_shard_is_written_over_whatever_the_memory_held(layout, random):
+    full = random_elements(random, layout.full_shape, "int64")
+    rank = random.randrange(layout.rank_count)
+    memory = np.full(layout.shard_shape(rank), 77)
+
+    shard = extract(layout, full, rank, out=memory)
+
+    assert shard is memory
+    assert shard.tobytes() == extract(layout, full, rank).tobytes()
+
+
+def test_padding_is_zero_in_memory_that_was_not():
+    layout = padded((5, 2), mesh={"tp": 2}, rows=6)
+    memory = np.full((3, 2), 9.0)
+
+    extract(layout, np.ones((5, 2)), 1, out=memory)
+
+    assert memory.tolist() == [[1, 1], [1, 1], [0, 0]]
+
+
+def test_a_full_tensor_and_moved_shards_go_where_they_are_told():
+    full = np.arange(96 * 4).reshape(96, 4)
+    two, four = (codegen_qkv((96, 4), mesh={"tp": tp}, heads=16) for tp in (2, 4))
+    whole, one = np.empty_like(full), np.empty((24, 4), full.dtype)
+
+    assert rebuild(two, cut(two, full), out=whole) is whole
+    moved = move(plan_transfer(four, two), cut(two, full), out={2: one})
+
+    assert np.array_equal(whole, full)
+    assert moved[2] is one
+    assert [shard.tolist() for shard in moved.values()] == [
+        shard.tolist() for shard in cut(four, full).values()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "says"),
+    [
+        (np.empty((2, 5)), ShapeMismatchError, r"has shape \(2, 5\)"),
+        (np.empty((2, 6), np.float32), UnsupportedError, "is numpy float32 cpu"),
+        (np.empty((6, 2)).T, UnsupportedError, "not a contiguous array"),
+        (np.frombuffer(bytes(96)).reshape(2, 6), UnsupportedError, "can be written"),
+    ],
+)
+def test_memory_that_is_not_fit_is_refused_and_not_written(out, error, says):
+    with pytest.raises(error, match=says):
+        extract(ROWS, np.ones((4, 6)), 0, out=out)
+
+
+def test_memory_that_is_read_is_never_written():
+    full = np.arange(24.0).reshape(4, 6)
+    shards = cut(ROWS, full)
+    memory = np.zeros(24)
+    first, second = memory[:8].reshape(4, 2), memory[4:12].reshape(4, 2)
+
+    with pytest.raises(UnsupportedError, match="shares memory"):
+        extract(ROWS, full, 0, out=full[:2])
+    with pytest.raises(UnsupportedError, match="out of rank 1: shares memory"):
+        move(plan_transfer(COLUMNS, ROWS), shards, out={0: first, 1: second})
+    assert full.tolist() == np.arange(24.0).reshape(4, 6).tolist()
+    assert not memory.any()
+
+
+def test_a_target_rank_that_does_not_exist_is_named():
+    with pytest.raises(LayoutError, match="array for rank 3, the target has 3 ranks"):
+        move(
+            plan_transfer(COLUMNS, ROWS),
+            cut(ROWS, np.ones((4, 6))),
+            out={3: np.empty((4, 2))},
+        )
+
+
+@pytest.mark.interop
+def test_tensors_are_written_in_place_and_told_from_views_that_share_memory():
+    torch = pytest.importorskip("torch")
+    full = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)
+    parameter = torch.nn.Parameter(torch.full((2, 6), 7, dtype=torch.bfloat16))
+
+    assert extract(ROWS, full, 1, out=parameter) is parameter
+    assert torch.equal(parameter.data, full[2:])
+    for out, says in (
+        (full[1:3], "shares memory"),
+        (torch.empty(2, 6), "is torch float32 cpu, what is read is torch bfloat16 cpu"),
+        (torch.empty(6, 2, dtype=torch.bfloat16).T, "not a contiguous array"),
+    ):
+        with pytest.raises(UnsupportedError, match=says):
+            extract(ROWS, full, 0, out=out)
+    # Beside each other in one memory is not the same memory.
+    assert torch.equal(extract(ROWS, full[:, :], 0, out=torch.empty(4, 6).bfloat16()[:2]), full[:2])
+    assert torch.equal(full.flatten(), torch.arange(24).bfloat16())

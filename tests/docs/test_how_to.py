@@ -1,0 +1,61 @@
+"""What the how-to pages show is what happens, with checkpoints that the real engine wrote."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from restride import api
+from restride.testing.command_line import run
+from restride.testing.documents import links_of, matches, sessions_of
+
+LLAMA = '{"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4}'
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"
+
+
+def as_the_trainer_leaves_it(source: Path, folder: Path) -> None:
+    shutil.copytree(source / "step", folder / "global_step500")
+    (folder / "latest").write_text("global_step500")
+    (folder / "config.json").write_text(LLAMA)
+    (folder / "trainer_state.json").write_text("{}")
+
+
+def beside_a_config(source: Path, folder: Path) -> None:
+    shutil.copytree(source, folder)
+    (folder / "config.json").write_text(LLAMA)
+
+
+def on_four_ranks(source: Path, folder: Path) -> None:
+    api.convert(source, folder, to="deepspeed", tp=1, dp=4, ep=4, zero=1)
+
+
+SETTINGS = {
+    "safetensors.md": ("llama_tp1dp2_z3", "checkpoint-500", as_the_trainer_leaves_it),
+    "fewer-gpus.md": ("llama_tp1dp2_z2", "checkpoint", shutil.copytree),
+    "tensor-parallel.md": ("llama_tp2_z1", "checkpoint", beside_a_config),
+    "experts.md": ("mixtral_ep2_z1", "checkpoint", on_four_ranks),
+}
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in PAGES.iterdir()))
+def test_every_command_of_a_page_writes_what_the_page_shows(
+    page: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, name, place = SETTINGS[page]
+    place(shared / "checkpoints" / source, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+
+    assert sessions_of(PAGES / page)
+    for command, shown in sessions_of(PAGES / page):
+        ran = run(*shlex.split(command)[1:])
+        assert ran.code == 0, ran.err
+        assert matches(shown, ran.out), f"$ {command}\n{ran.out}"
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in PAGES.iterdir()))
+def test_every_link_of_a_page_to_a_file_resolves(page: str) -> None:
+    for target in links_of(PAGES / page):
+        assert (PAGES / target).exists(), target
