@@ -6,14 +6,25 @@ from typing import TYPE_CHECKING
 
 from restride.checking import CheckReport, check
 from restride.conversion import ConvertReport, convert
+from restride.exports import Wanted
 from restride.formats._registry import open_catalog
+from restride.projecting import ConvertProjection, dry_run
 
 if TYPE_CHECKING:
     from os import PathLike
 
     from restride.checkpoint.catalog import Catalog
 
-__all__ = ["CheckReport", "ConvertReport", "check", "convert", "open"]
+__all__ = [
+    "CheckReport",
+    "ConvertProjection",
+    "ConvertReport",
+    "Wanted",
+    "check",
+    "convert",
+    "dry_run",
+    "open",
+]
 
 
 def open(path: str | PathLike[str]) -> Catalog:  # noqa: A001 - reads as restride.open

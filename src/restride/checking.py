@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.fused_cuts import FUSED_CUT, fused_findings
@@ -12,8 +12,11 @@ from restride.checkpoint.proofs import prove_catalog
 from restride.errors import RestrideError
 from restride.executors.drift import DriftTable, drift_findings
 from restride.executors.events import NullObserver, PlanFinished
+from restride.executors.manifests import FoundManifest, check_manifest, find_manifest
+from restride.executors.progress import Continued
 from restride.executors.running import run_plan
-from restride.executors.sources import default_workers
+from restride.executors.sources import default_budget_nbytes, default_workers
+from restride.executors.verifying import digest_rows
 from restride.formats._registry import open_catalog
 from restride.planning.conversion import plan_comparison
 from restride.targets import find_config
@@ -27,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckReport", "check"]
 
-_DEFAULT_BUDGET_NBYTES: Final = 512 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
@@ -39,11 +40,14 @@ class CheckReport:
         findings: Everything that was noticed: what the reader saw, proofs that failed, replicas
             that drifted.
         compared_nbytes: Bytes of tensors that more than one rank holds, and that were compared.
+        verified_nbytes: Bytes of files that were held against the manifest which a conversion
+            left; 0 without one.
     """
 
     catalog: Catalog
     findings: tuple[Finding, ...]
     compared_nbytes: int
+    verified_nbytes: int = 0
 
     @property
     def verdict(self) -> Literal["ok", "findings"]:
@@ -54,14 +58,17 @@ class CheckReport:
 def check(
     path: str | PathLike[str],
     *,
-    budget_nbytes: int = _DEFAULT_BUDGET_NBYTES,
+    budget_nbytes: int | None = None,
     observer: Observer | None = None,
 ) -> CheckReport:
     """Prove that a checkpoint is whole, and compare everything that more than one rank holds.
 
+    The files of a conversion are held against its manifest as well, every byte of them.
+
     Args:
         path: As for `open`.
-        budget_nbytes: Most memory for plan and buffers.
+        budget_nbytes: Most memory for plan and buffers. Default: 512 MiB, or a quarter of what
+            the cgroup allows where that is less.
         observer: Receives progress.
 
     Returns:
@@ -72,7 +79,8 @@ def check(
         BudgetError: The budget is too small for any buffer.
 
     Cost:
-        Proofs do not depend on sizes. All replicas are read once.
+        Proofs do not depend on sizes. All replicas are read once, and all files that a manifest
+        names.
     """
     started = time.perf_counter()
     catalog = open_catalog(path)
@@ -87,12 +95,33 @@ def check(
         if f"tensor {tensor.name!r}, state {state!r}" not in broken
     ]
     workers = default_workers()
-    plan = plan_comparison(catalog.files, states, budget_nbytes=budget_nbytes, workers=workers)
-    table = DriftTable(observer or NullObserver(), {})
+    budget = default_budget_nbytes() if budget_nbytes is None else budget_nbytes
+    plan = plan_comparison(catalog.files, states, budget_nbytes=budget, workers=workers)
+    manifest = find_manifest(catalog)
+    known = manifest.nbytes if isinstance(manifest, FoundManifest) else 0
+    progress = Continued(observer or NullObserver(), more_nbytes=known)
+    table = DriftTable(progress, {})
     read_nbytes = run_plan(catalog, plan, None, table)
     findings += drift_findings(catalog, table.totals(plan))
-    table.on_finish(PlanFinished(read_nbytes, 0, time.perf_counter() - started))
-    return CheckReport(catalog, tuple(findings), plan.total_nbytes)
+    if isinstance(manifest, FoundManifest):
+        findings += _held_against(manifest, budget, workers, progress)
+    elif manifest is not None:
+        findings.append(manifest)
+    seconds = time.perf_counter() - started
+    table.on_finish(PlanFinished(read_nbytes + known, 0, seconds))
+    return CheckReport(catalog, tuple(findings), plan.total_nbytes, known)
+
+
+def _held_against(
+    manifest: FoundManifest, budget_nbytes: int, workers: int, progress: Continued
+) -> list[Finding]:
+    """What is not as the manifest says."""
+
+    def on_read(nbytes: int) -> None:
+        progress.skip(nbytes, "what was written")
+
+    rows = digest_rows(budget_nbytes, workers)
+    return list(check_manifest(manifest, workers=workers, rows=rows, on_read=on_read))
 
 
 def _fused(catalog: Catalog) -> list[Finding]:

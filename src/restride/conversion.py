@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from restride.checkpoint.decisions import DEFAULT, read_rules
+from restride.checkpoint.decisions import DEFAULT
 from restride.checkpoint.selection import COPIED
+from restride.errors import ExecutionError, FormatError, RestrideError, StoppedError
 from restride.executors.drift import DriftTable, drift_findings
-from restride.executors.events import NullObserver, PlanFinished
-from restride.executors.running import run_plan
-from restride.executors.sources import default_workers
-from restride.exports import Wanted, lay_out_export
-from restride.formats._registry import open_catalog
-from restride.planning.conversion import Job, plan_conversion
-from restride.storage.atomic import atomic_directory
+from restride.executors.events import NullObserver, PlanFinished, PlanStarted
+from restride.executors.identity import differs_from
+from restride.executors.journaled import SYNC_NBYTES
+from restride.executors.progress import Continued
+from restride.executors.writing import write_output
+from restride.exports import Wanted
+from restride.preparation import prepare
+from restride.storage.ranges import FilePool
+from restride.storage.unfinished import unfinished_output
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from os import PathLike
+    from threading import Event
 
-    from restride.checkpoint.catalog import Catalog, Finding
+    from restride.checkpoint.catalog import Finding
     from restride.checkpoint.decisions import Saying
-    from restride.checkpoint.output import Output
     from restride.checkpoint.selection import States, Target
     from restride.executors.events import Observer
-    from restride.storage.atomic import AtomicDirectory
+    from restride.executors.writing import Written
+    from restride.preparation import Prepared
+    from restride.storage.unfinished import Unfinished
 
 __all__ = ["ConvertReport", "convert"]
-
-_DEFAULT_BUDGET_NBYTES: Final = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +45,15 @@ class ConvertReport:
 
     Attributes:
         out: Folder that was written.
-        files: Names of the files in it.
+        files: Names of the files in it, without its manifest (``restride.json``).
         tensor_count: Number of arrays written.
         read_nbytes: Bytes read from the tensors of the source.
-        written_nbytes: Bytes of tensors written.
-        projected_nbytes: Upper bound of the memory that plan and buffers took.
+        written_nbytes: Bytes of tensors that are in the output.
+        projected_nbytes: Upper bound of the memory that plan, buffers and digests took.
         seconds: Wall time, opening and syncing included.
         findings: What the user should know: what the reader saw, replicas that were decided.
+        resumed_nbytes: Bytes of tensors that an earlier run had written, which were read back and
+            found to be what it wrote.
     """
 
     out: Path
@@ -56,6 +64,7 @@ class ConvertReport:
     projected_nbytes: int
     seconds: float
     findings: tuple[Finding, ...]
+    resumed_nbytes: int = 0
 
 
 def convert(
@@ -75,10 +84,14 @@ def convert(
     rules: str | PathLike[str] | None = None,
     plan: bool | None = None,
     grain: int | None = None,
-    budget_nbytes: int = _DEFAULT_BUDGET_NBYTES,
+    budget_nbytes: int | None = None,
+    workers: int | None = None,
     replicas: Saying = DEFAULT,
     force: bool = False,
+    resume: bool = False,
     observer: Observer | None = None,
+    stop: Event | None = None,
+    sync_nbytes: int = SYNC_NBYTES,
 ) -> ConvertReport:
     """Write a checkpoint in another form, bit for bit, within a memory budget.
 
@@ -88,7 +101,10 @@ def convert(
     ``load_checkpoint(out)`` of an engine with ``load_universal`` resumes from it. In DeepSpeed's
     own sharded form an engine of `tp` times `dp` ranks and that ZeRO stage resumes from it with
     plain ``load_checkpoint(out)``. The output appears under its name when it is complete and
-    durable, or not at all.
+    durable, or not at all; ``restride.json`` in it says what was written, and `check` holds the
+    bytes against that.
+
+    A run that was killed or failed leaves ``OUT.partial``, from which one with `resume` goes on.
 
     Args:
         path: As for `open`.
@@ -110,87 +126,110 @@ def convert(
         plan: Whether the engine follows transformers' tensor-parallel plan; by default as the run
             did that wrote the source.
         grain: DeepSpeed's `tp_grain_size`; by default what the source's configuration says.
-        budget_nbytes: Most memory for plan and buffers.
+        budget_nbytes: Most memory for plan and buffers. Default: 512 MiB, or a quarter of what
+            the cgroup allows where that is less.
+        workers: Threads. Default: one for each core that this process may use, up to four.
         replicas: What to do where ranks hold different copies of the same elements: refuse
             (``"check"``), take that of the lowest rank (``"first"``), the mean (``"mean"``), or
             that of one rank, by its number or by coordinates such as ``"tp=1"``. Or rules such as
             ``[("*.c_attn.*", "mean"), ("lm_head.*", "tp=1")]``, names of tensors in which ``*``
             stands for anything: the last that matches decides, the rest is checked.
-        force: Replace a folder that is there.
+        force: Replace a folder that is there, and throw away what an earlier run left.
+        resume: Go on where an earlier run into `out` stopped, if there was one.
         observer: Receives progress.
+        stop: When somebody sets it, the run stops at the end of a step.
+        sync_nbytes: Bytes after which they are made durable, so that a kill costs no more.
 
     Returns:
         What was written.
 
     Raises:
-        FormatError, UnsupportedError, ExecutionError: As for `open`.
+        FormatError, UnsupportedError, ExecutionError: As for `open`. A file that cannot be written
+            is an ExecutionError as well, and so is a run into the same place.
         RuleError: Nothing says how a parameter is cut for other ranks, or leaves several answers.
-        ExistsError: There is something at `out`.
+        ExistsError: There is something at `out`, or an earlier run left something and neither
+            `resume` nor `force` is set, or left the beginning of another output.
         BudgetError: The budget is too small for any buffer.
         CoverageError: An element of a tensor is in no file.
         PlanError: `replicas` names no rank or no tensor, or a rank that has no copy of something.
         ReplicaError: Replicas differ and `replicas` does not say which counts.
+        StoppedError: `stop` was set.
     """
     started = time.perf_counter()
-    catalog = open_catalog(path)
     wanted = Wanted(
         to, states, dtype, max_shard_nbytes, stage, tp, dp, ep, zero, config, rules, plan, grain
     )
-    export = lay_out_export(catalog, wanted)
-    output = export.output
-    decided = read_rules(replicas, catalog)
-    jobs = [
-        Job(
-            chosen.tensor,
-            chosen.state,
-            chosen.entry,
-            target.layout,
-            target.regions,
-            target.dtype,
-            decided.decide(chosen.tensor, chosen.state),
+    with FilePool() as pool:
+        prepared = prepare(
+            path, wanted, pool, budget_nbytes=budget_nbytes, workers=workers, replicas=replicas
         )
-        for chosen, target in zip(export.sources, output.tensors, strict=True)
-    ]
-    planned = plan_conversion(
-        catalog.files,
-        jobs,
-        budget_nbytes=budget_nbytes,
-        workers=default_workers(),
-    )
-    table = DriftTable(observer or NullObserver(), {})
-    with atomic_directory(out, force=force, inputs=_inputs(catalog)) as directory:
-        directory.create(output)
-        read_nbytes = run_plan(catalog, planned, _OutputWriter(directory, output), table)
+        first, planned = prepared.first, prepared.task.plan
+        progress = Continued(observer or NullObserver())
+        table = DriftTable(progress, {})
+        table.on_plan(
+            PlanStarted(planned.step_count, planned.total_nbytes, prepared.task.projected_nbytes)
+        )
+        with (
+            unfinished_output(
+                out,
+                first,
+                partial(differs_from, first),
+                force=force,
+                resume=resume,
+                inputs=prepared.inputs,
+            ) as place,
+            _kept(place, planned.total_nbytes),
+        ):
+            written = write_output(
+                *(prepared.task, place, first, prepared.reader, table, progress),
+                sync_nbytes=sync_nbytes,
+                stop=stop,
+            )
     seconds = time.perf_counter() - started
-    table.on_finish(PlanFinished(read_nbytes, planned.total_nbytes, seconds))
+    table.on_finish(PlanFinished(written.read_nbytes, planned.total_nbytes, seconds))
+    return _report(Path(out), prepared, written, table, seconds)
+
+
+def _report(
+    out: Path, prepared: Prepared, written: Written, table: DriftTable, seconds: float
+) -> ConvertReport:
+    catalog, export, task = prepared.catalog, prepared.export, prepared.task
+    drift = drift_findings(catalog, table.totals(task.plan), decided=prepared.decided)
     return ConvertReport(
-        out=Path(out),
-        files=tuple(file.name for file in output.files),
+        out=out,
+        files=tuple(file.name for file in export.output.files),
         tensor_count=sum(chosen.state != COPIED for chosen in export.sources),
-        read_nbytes=read_nbytes,
-        written_nbytes=planned.total_nbytes,
-        projected_nbytes=planned.projected_nbytes,
+        read_nbytes=written.read_nbytes,
+        written_nbytes=task.plan.total_nbytes,
+        projected_nbytes=task.projected_nbytes,
         seconds=seconds,
-        findings=(
-            *catalog.findings,
-            *export.findings,
-            *drift_findings(catalog, table.totals(planned), decided=decided),
-        ),
+        findings=(*catalog.findings, *export.findings, *drift),
+        resumed_nbytes=written.resumed_nbytes,
     )
 
 
-def _inputs(catalog: Catalog) -> list[Path]:
-    """What the output must not replace. Files may be links to somewhere else."""
-    root = Path(catalog.root)
-    return [root, *(root / file.name for file in catalog.files)]
+@contextmanager
+def _kept(place: Unfinished, total_nbytes: int) -> Iterator[None]:
+    """Say how to go on after an error, and throw away what no later run could use."""
+    try:
+        yield
+    except (ExecutionError, FormatError, StoppedError) as error:
+        if place.keeps and not place.is_published:
+            error.remedy = f"{error.remedy}; " if error.remedy else ""
+            error.remedy += _how_to_resume(place, total_nbytes)
+        raise
+    except RestrideError:
+        # The same would happen again.
+        place.keeps = False
+        raise
+    except BaseException as error:
+        if place.keeps and not place.is_published:
+            error.add_note(_how_to_resume(place, total_nbytes))
+        raise
 
 
-class _OutputWriter:
-    """Target files by the number that the output gives them."""
-
-    def __init__(self, directory: AtomicDirectory, output: Output) -> None:
-        self._directory = directory
-        self._names = [file.name for file in output.files]
-
-    def write_from(self, file: int, start_nbytes: int, buffer: memoryview, /) -> None:
-        self._directory.write_exact(self._names[file], start_nbytes, buffer)
+def _how_to_resume(place: Unfinished, total_nbytes: int) -> str:
+    return (
+        f"{place.done_nbytes} of {total_nbytes} bytes are done and kept in {place.folder}: run it "
+        "again with --resume"
+    )

@@ -24,6 +24,7 @@ __all__ = [
     "RestrideError",
     "RuleError",
     "ShapeMismatchError",
+    "StoppedError",
     "UnsupportedError",
 ]
 
@@ -155,6 +156,10 @@ class ReplicaError(RestrideError, ValueError):
 
 class ExecutionError(RestrideError, OSError):
     """Reading or writing failed while a plan was carried out."""
+
+
+class StoppedError(RestrideError, InterruptedError):
+    """The work was asked to stop, and did so at the end of a step."""
 
 
 class ExistsError(RestrideError, FileExistsError):

@@ -257,6 +257,7 @@ def test_what_is_not_a_tensor_is_carried_as_json(shared, tmp_path):
     assert files_below(tmp_path / "out") == [
         "model.safetensors",
         "optimizer.safetensors",
+        "restride.json",
         "state.json",
     ]
     assert "0.19.8" in json.dumps(values)
@@ -306,7 +307,7 @@ def test_nothing_is_overwritten_without_being_asked(shared, tmp_path):
         api.convert(source, tmp_path / "out")
     assert (tmp_path / "out" / "precious").read_text() == "mine"
     api.convert(source, tmp_path / "out", force=True)
-    assert files_below(tmp_path / "out") == ["model.safetensors"]
+    assert files_below(tmp_path / "out") == ["model.safetensors", "restride.json"]
 
 
 @pytest.mark.parametrize("name", ["llama_tp2_z3", "mixtral_ep2_z3"])

@@ -40,6 +40,7 @@ __all__ = [
     "block_weights",
     "finish",
     "row_weights",
+    "scratch_nbytes",
     "word_weights",
 ]
 
@@ -55,8 +56,16 @@ _BLOCK_NBYTES: Final = _ROWS * _ROW_NBYTES
 _LIMB: Final = 1 << 27
 _SEED: Final = b"restride-fingerprint/1"
 
-# Words of a block as float64, the block with zeros around a part of it, and the sums of its rows.
-SCRATCH_NBYTES: Final = 2 * _BLOCK_NBYTES + _BLOCK_NBYTES + 6 * 8 * _ROWS * _SUMS
+
+def scratch_nbytes(rows: int) -> int:
+    """Memory of a `Digester` that digests so many rows at a time.
+
+    Words as float64, the same bytes with zeros around a part of them, and the sums of the rows.
+    """
+    return (2 + 1) * rows * _ROW_NBYTES + 6 * 8 * rows * _SUMS
+
+
+SCRATCH_NBYTES: Final = scratch_nbytes(_ROWS)
 
 
 @cache
@@ -87,12 +96,18 @@ def block_weights(block: int) -> tuple[int, ...]:
 
 
 class Digester:
-    """Digests runs of bytes with memory that is allocated once. One for each thread."""
+    """Digests runs of bytes with memory that is allocated once. One for each thread.
 
-    def __init__(self) -> None:
-        self._words = np.empty((_ROWS, _WORDS))
-        self._padded = np.empty(_BLOCK_NBYTES, np.uint8)
-        self._sums = np.empty((_ROWS, _SUMS))
+    Args:
+        rows: Rows of 1 KiB to digest at one time, a power of two up to 256: fewer take less
+            memory and more time, and give the same digests.
+    """
+
+    def __init__(self, rows: int = _ROWS) -> None:
+        self._chunk_nbytes = rows * _ROW_NBYTES
+        self._words = np.empty((rows, _WORDS))
+        self._padded = np.empty(self._chunk_nbytes, np.uint8)
+        self._sums = np.empty((rows, _SUMS))
 
     def digest(self, buffer: NDArray[np.uint8], start_nbytes: int) -> int:
         """Digest a run of an array's bytes.
@@ -116,19 +131,20 @@ class Digester:
         """
         total = 0
         stop_nbytes = start_nbytes + buffer.nbytes
-        for block in range(start_nbytes // _BLOCK_NBYTES, -(-stop_nbytes // _BLOCK_NBYTES)):
-            first = block * _BLOCK_NBYTES
-            low = max(start_nbytes, first)
-            high = min(stop_nbytes, first + _BLOCK_NBYTES)
+        chunk_nbytes = self._chunk_nbytes
+        for chunk in range(start_nbytes // chunk_nbytes, -(-stop_nbytes // chunk_nbytes)):
+            low = max(start_nbytes, chunk * chunk_nbytes)
+            high = min(stop_nbytes, (chunk + 1) * chunk_nbytes)
             part = buffer[low - start_nbytes : high - start_nbytes]
-            sums = self._block(part, low - first)
+            block, base = divmod(low, _BLOCK_NBYTES)
+            sums = self._block(part, base)
             total += sum(
                 weight * value for weight, value in zip(block_weights(block), sums, strict=True)
             )
         return total % MODULUS
 
     def _block(self, part: NDArray[np.uint8], base: int) -> Iterable[int]:
-        """Sums of one block of which only the bytes from `base` on are given."""
+        """Sums of one block of which only some bytes, from `base` on, are given."""
         first = base // _ROW_NBYTES
         count = -(-(base + part.nbytes) // _ROW_NBYTES) - first
         if part.nbytes != count * _ROW_NBYTES:

@@ -11,7 +11,7 @@ import click
 
 from restride import __version__
 from restride.cli.exits import ExitCode
-from restride.errors import RestrideError
+from restride.errors import RestrideError, StoppedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,12 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except click.ClickException as error:
         sentence = _usage_sentence(error)
+    except StoppedError as error:
+        sentence, code = str(error), ExitCode.INTERRUPTED
     except RestrideError as error:
         sentence = str(error)
     except OSError as error:
         sentence = _os_sentence(error)
-    except KeyboardInterrupt:
-        sentence, code = "interrupted", ExitCode.INTERRUPTED
+    except KeyboardInterrupt as error:
+        notes: list[str] = getattr(error, "__notes__", [])
+        sentence, code = "; ".join(("interrupted", *notes)), ExitCode.INTERRUPTED
     sys.stderr.write(f"restride: {sentence}\n")
     return code
 

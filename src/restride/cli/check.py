@@ -58,6 +58,7 @@ def command(checkpoint: str, *, against: str | None, memory: int, as_json: bool)
                 "verdict": report.verdict,
                 "findings": findings,
                 "compared_nbytes": report.compared_nbytes,
+                "verified_nbytes": report.verified_nbytes,
             }
         )
     else:
@@ -77,6 +78,10 @@ def show_report(page: Page, path: str, report: CheckReport) -> None:
             "everywhere",
             "good",
         )
+        if report.verified_nbytes:
+            page.line(
+                f"ok: {format_size(report.verified_nbytes)} of files are what was written", "good"
+            )
         return
     counts = Counter(finding.severity for finding in report.findings)
     parts = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Final, Literal
 
 import click
@@ -10,9 +11,17 @@ from restride import api
 from restride.cli.contents import finding_to_json, show_findings
 from restride.cli.cut_options import cut_options
 from restride.cli.exits import ExitCode
-from restride.cli.options import as_nbytes, as_replica_rules, json_option, memory_option
+from restride.cli.options import (
+    as_nbytes,
+    as_replica_rules,
+    json_option,
+    memory_option,
+    workers_option,
+)
 from restride.cli.output import open_page, write_json
 from restride.cli.progress import open_progress
+from restride.cli.projection import show_projection
+from restride.cli.signals import stop_on_signals
 from restride.cli.sizes import format_count, format_duration, format_rate, format_size
 
 if TYPE_CHECKING:
@@ -89,7 +98,12 @@ _MOST_SHOWN: Final = 12
     "that counts, as tp=1 or its number. With a PATTERN of names, such as '*.c_attn.*=mean', for "
     "these tensors. May be repeated; the last that matches decides.",
 )
+@workers_option
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option(
+    "--resume", is_flag=True, help="Go on where a run that was stopped or killed left it."
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be read and written; write nothing.")
 @json_option
 def command(
     checkpoint: str,
@@ -110,35 +124,55 @@ def command(
     grain: int | None,
     memory: int,
     replicas: tuple[tuple[str, str], ...],
+    workers: int | None,
     force: bool,
+    resume: bool,
+    dry_run: bool,
     as_json: bool,
 ) -> int:
     """Write a checkpoint in another format, bit for bit.
 
     Reads CHECKPOINT and writes the folder OUT, which appears under its name only when it is
     complete. Values are copied, not computed with; only --dtype and --replicas mean change any.
+    Until then all of it is in OUT.partial, from which --resume goes on after any end.
     """
-    with open_progress("converting") as observer:
-        report = api.convert(
-            checkpoint,
-            out,
-            to=to,
-            states=states,
-            dtype=dtype,
-            max_shard_nbytes=max_shard_size,
-            stage=stage,
-            tp=tp,
-            dp=dp,
-            ep=ep,
-            zero=zero,
-            config=config,
-            rules=rules,
-            plan=plan,
-            grain=grain,
+    wanted = api.Wanted(
+        to=to,
+        states=states,
+        dtype=dtype,
+        max_shard_nbytes=max_shard_size,
+        stage=stage,
+        tp=tp,
+        dp=dp,
+        ep=ep,
+        zero=zero,
+        config=config,
+        rules=rules,
+        plan=plan,
+        grain=grain,
+    )
+    if dry_run:
+        projection = api.dry_run(
+            *(checkpoint, out, wanted),
             budget_nbytes=memory,
+            workers=workers,
             replicas=replicas,
             force=force,
+            resume=resume,
+        )
+        show_projection(projection, out, as_json=as_json)
+        return ExitCode.OK
+    with open_progress("converting") as observer, stop_on_signals() as stop:
+        report = api.convert(
+            *(checkpoint, out),
+            **asdict(wanted),
+            budget_nbytes=memory,
+            workers=workers,
+            replicas=replicas,
+            force=force,
+            resume=resume,
             observer=observer,
+            stop=stop,
         )
     if as_json:
         write_json(_to_json(report))
@@ -153,9 +187,13 @@ def show_report(page: Page, report: ConvertReport, out: str) -> None:
     rate = ""
     if report.seconds > 1:  # below that it says more of the start than of the work
         rate = f" ({format_rate(report.written_nbytes, report.seconds)})"
+    resumed = ""
+    if report.resumed_nbytes:
+        resumed = f" ({format_size(report.resumed_nbytes)} of it before)"
     page.line(
         f"{out}: {format_count(report.tensor_count, 'array')} in "
-        f"{format_count(len(report.files), 'file')}, {format_size(report.written_nbytes)} written, "
+        f"{format_count(len(report.files), 'file')}, {format_size(report.written_nbytes)} written"
+        f"{resumed}, "
         f"{format_size(report.read_nbytes)} read, {format_duration(report.seconds)}{rate}, "
         f"buffers below {format_size(report.projected_nbytes)}",
         "good",
@@ -174,6 +212,7 @@ def _to_json(report: ConvertReport) -> dict[str, object]:
         "tensors": report.tensor_count,
         "written_nbytes": report.written_nbytes,
         "read_nbytes": report.read_nbytes,
+        "resumed_nbytes": report.resumed_nbytes,
         "projected_nbytes": report.projected_nbytes,
         "seconds": report.seconds,
         "findings": [finding_to_json(finding) for finding in report.findings],

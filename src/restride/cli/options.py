@@ -19,9 +19,11 @@ __all__ = [
     "json_option",
     "memory_option",
     "states_option",
+    "workers_option",
 ]
 
 _COORDINATES: Final = re.compile(r"\w+=\d+(,\w+=\d+)*", re.ASCII)
+_MOST_WORKERS: Final = 256
 _Decorated = TypeVar("_Decorated", bound="Callable[..., object]")
 
 
@@ -37,6 +39,15 @@ def as_nbytes(context: click.Context, parameter: click.Parameter, text: str | No
         return parse_size(text)
     except ValueError as error:
         raise click.BadParameter(str(error), ctx=context, param=parameter) from None
+
+
+def _as_budget(context: click.Context, parameter: click.Parameter, text: str | None) -> int:
+    nbytes = as_nbytes(context, parameter, text)
+    if nbytes is not None:
+        return nbytes
+    from restride.executors.sources import default_budget_nbytes  # noqa: PLC0415 - only to work
+
+    return default_budget_nbytes()
 
 
 def as_rules(
@@ -92,10 +103,19 @@ def memory_option(command: _Decorated) -> _Decorated:
     return click.option(
         "--memory",
         metavar="SIZE",
-        callback=as_nbytes,
-        default="512MiB",
-        show_default=True,
-        help="Most memory for plan and buffers; the interpreter comes on top.",
+        callback=_as_budget,
+        help="Most memory for plan and buffers; the interpreter comes on top. Default: 512MiB, "
+        "or a quarter of what the cgroup allows where that is less.",
+    )(command)
+
+
+def workers_option(command: _Decorated) -> _Decorated:
+    """Add ``--workers`` to a command; None is the default of the machine."""
+    return click.option(
+        "--workers",
+        metavar="N",
+        type=click.IntRange(1, _MOST_WORKERS),
+        help="Threads. Default: one for each core that affinity and cgroup allow, up to four.",
     )(command)
 
 

@@ -12,6 +12,7 @@ from restride.arrays.casts import cast, largest_gap, round_once, to_comparable
 from restride.arrays.scaling import scaled_once
 from restride.errors import ReplicaError, UnsupportedError
 from restride.executors.events import ReplicaDrift
+from restride.planning.projection import WORTHWHILE_GAP_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Reader", "StepBuffers", "fill_step"]
 
-# Reading over a gap costs its bytes at memory speed, skipping it costs a system call.
-_WORTHWHILE_GAP_NBYTES: Final = 8192
 _LARGEST_WORD_NBYTES: Final = 8
 
 
@@ -285,7 +284,7 @@ def _read_block(
         return
     span = run_nbytes + sum((extent - 1) * source for extent, source, _ in axes)
     runs = prod(extent for extent, _, _ in axes)
-    is_dense = span <= runs * (run_nbytes + _WORTHWHILE_GAP_NBYTES)
+    is_dense = span <= runs * (run_nbytes + WORTHWHILE_GAP_NBYTES)
     if is_dense and span <= buffers.span.nbytes:
         scratch = buffers.span[:span]
         reader.read_into(file, source_start, scratch.data)

@@ -6,14 +6,16 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import ExecutionError
+from restride.storage.machine import core_count, memory_limit_nbytes
 
 if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog
     from restride.storage.ranges import FilePool
 
-__all__ = ["CatalogReader", "default_workers"]
+__all__ = ["CatalogReader", "default_budget_nbytes", "default_workers"]
 
 _MOST_WORKERS: Final = 4
+_DEFAULT_BUDGET_NBYTES: Final = 512 << 20
 
 
 class CatalogReader:
@@ -60,4 +62,10 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 def default_workers() -> int:
     """Threads to use: one for each core that this process may use, up to four."""
-    return max(1, min(_MOST_WORKERS, len(os.sched_getaffinity(0))))
+    return min(_MOST_WORKERS, core_count())
+
+
+def default_budget_nbytes() -> int:
+    """Memory to use: 512 MiB, or a quarter of what the cgroup allows where that is less."""
+    limit = memory_limit_nbytes()
+    return _DEFAULT_BUDGET_NBYTES if limit is None else min(_DEFAULT_BUDGET_NBYTES, limit // 4)

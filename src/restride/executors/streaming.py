@@ -14,7 +14,7 @@ from restride.executors._copying import Reader, StepBuffers, fill_step
 from restride.executors.events import ReplicaDrift, StepFinished
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from restride.executors.events import Observer
     from restride.executors.serial import Writer
@@ -26,13 +26,33 @@ __all__ = ["StreamingExecutor"]
 class StreamingExecutor:
     """Runs as many steps at one time as the plan has workers."""
 
-    def execute(self, plan: Plan, reader: Reader, writer: Writer | None, observer: Observer) -> int:
+    def execute(
+        self,
+        plan: Plan,
+        reader: Reader,
+        writer: Writer | None,
+        observer: Observer,
+        *,
+        steps: Iterable[Step] | None = None,
+        stop: Event | None = None,
+    ) -> int:
         """Run every step, as `SerialExecutor.execute` does.
 
         Events come one at a time, in the order in which steps finish. After an error no further
         step is started, running ones are waited for, and the error is raised.
+
+        Args:
+            plan: What to do.
+            reader: Source files, by the numbers of the plan.
+            writer: Target files; None compares the replicas and writes nothing.
+            observer: Receives an event after each step.
+            steps: Steps of the plan to run; all by default.
+            stop: When it is set, no further step is started, and the call returns.
+
+        Returns:
+            Bytes read.
         """
-        run = _Run(plan, observer)
+        run = _Run(plan, observer, steps, stop)
         with ThreadPoolExecutor(plan.workers, thread_name_prefix="restride") as pool:
             try:
                 # The system may refuse to start a thread: those that run must stop then, too.
@@ -49,11 +69,14 @@ class StreamingExecutor:
 class _Run:
     """What the workers of one run share."""
 
-    def __init__(self, plan: Plan, observer: Observer) -> None:
+    def __init__(
+        self, plan: Plan, observer: Observer, steps: Iterable[Step] | None, asked: Event | None
+    ) -> None:
         self.plan = plan
         self.observer = observer
         self.stop = Event()
-        self.steps = self._steps()
+        self.asked = asked or Event()
+        self.steps = self._steps() if steps is None else iter(steps)
         self.steps_lock = Lock()
         self.events_lock = Lock()
         self.done_steps = 0
@@ -62,7 +85,7 @@ class _Run:
 
     def work(self, reader: Reader, writer: Writer | None) -> None:
         buffers = StepBuffers(self.plan)
-        while not self.stop.is_set():
+        while not (self.stop.is_set() or self.asked.is_set()):
             with self.steps_lock:
                 step = next(self.steps, None)
             if step is None:

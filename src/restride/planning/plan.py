@@ -16,7 +16,7 @@ from restride.algebra._digits import Walk, restrict
 from restride.errors import BudgetError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from restride.algebra.copies import Replicas
     from restride.algebra.layout import Layout
@@ -203,15 +203,18 @@ class RegionPlan:
                 return walk.bases[1]
         return None
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self, wanted: Iterable[range] | None = None) -> Iterator[Step]:
         """Yield the steps in target order.
+
+        Args:
+            wanted: Ranges of elements, sorted and apart; steps that meet none are left out.
 
         Cost:
             O(fills that meet the step) each. Never walks elements.
         """
         waiting = sorted(self.fills, key=lambda fill: -fill.target_range.start)
         active: list[Fill] = []
-        for start in range(0, self.numel, self.step_numel):
+        for start in _starts(self.numel, self.step_numel, wanted):
             stop = min(start + self.step_numel, self.numel)
             while waiting and waiting[-1].target_range.start < stop:
                 active.append(waiting.pop())
@@ -306,6 +309,16 @@ class Plan:
                     key = region.tensor, region.state, (first.rank, other.rank)
                     found[key] = found.get(key, 0) + sum(map(_numel, other.walks))
         return found
+
+
+def _starts(numel: int, step_numel: int, wanted: Iterable[range] | None) -> Iterator[int]:
+    """Where the steps start that meet a wanted range."""
+    done = 0
+    for part in (range(numel),) if wanted is None else wanted:
+        first = max(done, part.start - part.start % step_numel)
+        for start in range(first, min(part.stop, numel), step_numel):
+            yield start
+            done = start + step_numel
 
 
 def _plan_nbytes(regions: tuple[RegionPlan, ...]) -> int:

@@ -12,7 +12,7 @@ from hypothesis import given
 from restride.checkpoint.dtypes import DTYPES
 from restride.formats.safetensors import lay_out, read_catalog
 from restride.formats.safetensors.spelling import DTYPE_BY_CODE
-from restride.storage.atomic import atomic_directory
+from restride.storage.output_files import OutputFiles
 from restride.testing.hostile_safetensors import hostile_safetensors, valid_safetensors
 from restride.testing.mutations import damaged
 
@@ -73,7 +73,7 @@ def test_the_library_reads_what_is_written(tmp_path: Path, limit: int | None) ->
         for name, tensor in made.items()
     ]
     output = lay_out(wanted, max_shard_nbytes=limit)
-    with atomic_directory(tmp_path / "out") as directory:
+    with OutputFiles(tmp_path / "out") as directory:
         directory.create(output)
         for target in output.tensors:
             (region,) = target.regions
@@ -103,7 +103,7 @@ def test_transformers_loads_a_sharded_model_that_was_written(tmp_path: Path) -> 
         [(name, DTYPES["float32"], tuple(tensor.shape)) for name, tensor in state.items()],
         max_shard_nbytes=1000,
     )
-    with atomic_directory(tmp_path / "out") as directory:
+    with OutputFiles(tmp_path / "out") as directory:
         directory.create(output)
         for target in output.tensors:
             (region,) = target.regions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from restride.checkpoint.catalog import Region
 from restride.checkpoint.dtypes import DTYPES, DType
 from restride.errors import PlanError, UnsupportedError
 from restride.formats.safetensors import lay_out, read_catalog
-from restride.storage.atomic import atomic_directory
+from restride.storage.output_files import OutputFiles
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,8 @@ WRITABLE = [dtype for name, dtype in DTYPES.items() if name != "complex128"]
 def write(folder: Path, output: Output) -> dict[str, bytes]:
     """Write an output, each tensor as bytes that tell it from the others."""
     contents = {}
-    with atomic_directory(folder, force=True) as directory:
+    shutil.rmtree(folder, ignore_errors=True)
+    with OutputFiles(folder) as directory:
         directory.create(output)
         for number, tensor in enumerate(output.tensors):
             (region,) = tensor.regions

@@ -98,13 +98,14 @@ def test_the_files_are_those_that_an_engine_looks_for(tmp_path):
 
     states = ("fp32", "exp_avg", "exp_avg_sq", "step")
     assert files_below(tmp_path / "out") == {
+        "restride.json",
         "latest_universal",
         "step_universal/mp_rank_00_model_states.pt",
         "step_universal/mp_rank_01_model_states.pt",
         "step_universal/zero/optimizer_state.pt",
         *(f"step_universal/zero/{name}/{state}.pt" for name in PARAMETERS for state in states),
     }
-    assert set(report.files) == files_below(tmp_path / "out")
+    assert {*report.files, "restride.json"} == files_below(tmp_path / "out")
     assert report.tensor_count == 4 * len(PARAMETERS)
     assert (tmp_path / "out" / "latest_universal").read_text() == "step_universal"
 

@@ -1,0 +1,238 @@
+"""The manifest of an output (`restride-manifest/1`): what its files hold, and by which digests.
+
+It stands beside the files as ``restride.json``. Each file is cut into *parts*: a run that is fixed
+(a header, an index), or one shard of one array. A part has a digest for each of its blocks, counted
+from its own start; they are those of `restride.arrays.fingerprint`, so the digests of an array that
+stands in one part add up to its fingerprint. The manifest has a digest of itself, so that one that
+was edited is told from files that were.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final
+
+from restride.algebra._json import member_of, parse_object
+from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from restride.checkpoint.fingerprints import Fingerprints
+
+__all__ = [
+    "MANIFEST_NAME",
+    "Manifest",
+    "ManifestFile",
+    "ManifestPart",
+    "manifest_from_json",
+    "manifest_to_json",
+]
+
+MANIFEST_NAME: Final = "restride.json"
+
+_FORMAT: Final = "restride-manifest/1"
+_FAMILY: Final = re.compile(r"restride-manifest/\d+")
+_DIGITS: Final = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestPart:
+    """A run of bytes of a file.
+
+    Attributes:
+        start_nbytes: First byte in the file.
+        nbytes: Number of bytes.
+        digests: Digest of each block, the last of which may be shorter.
+        tensor: Name of the tensor of which it is a shard; empty for what is fixed.
+        state: Name of the state that it was read from; empty likewise.
+    """
+
+    start_nbytes: int
+    nbytes: int
+    digests: tuple[int, ...]
+    tensor: str = ""
+    state: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestFile:
+    """One file.
+
+    Attributes:
+        nbytes: Its size.
+        parts: Its parts, which follow each other without gaps.
+    """
+
+    nbytes: int
+    parts: tuple[ManifestPart, ...]
+
+    @property
+    def digest(self) -> str:
+        """One digest for the whole file: 32 hexadecimal digits."""
+        lines = (f"{part.start_nbytes} {part.nbytes} {part.digests}" for part in self.parts)
+        return blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What an output holds.
+
+    Attributes:
+        version: Version of the package that wrote it.
+        block_nbytes: Size of a block.
+        files: Files by name.
+        tensors: Fingerprints by tensor and state, of the arrays that are not cut.
+    """
+
+    version: str
+    block_nbytes: int
+    files: Mapping[str, ManifestFile]
+    tensors: Fingerprints
+
+
+def manifest_to_json(manifest: Manifest) -> bytes:
+    """The content of the file; the same for the same output."""
+    value: dict[str, object] = {
+        "format": _FORMAT,
+        "version": manifest.version,
+        "block_nbytes": manifest.block_nbytes,
+        "files": {name: _file_to_json(file) for name, file in manifest.files.items()},
+        "tensors": {name: dict(states) for name, states in manifest.tensors.items()},
+    }
+    value["digest"] = _digest(value)
+    return json.dumps(value, indent=1).encode() + b"\n"
+
+
+def manifest_from_json(content: bytes, *, where: str) -> Manifest:
+    """Read the content of a file.
+
+    Args:
+        content: Its bytes.
+        where: Name of the file, for errors.
+
+    Raises:
+        FormatError: It is no manifest.
+        CorruptError: It was edited, or damaged.
+        UnsupportedError: A later version wrote it.
+    """
+    try:
+        return _parsed(parse_object(content))
+    except RestrideError as error:
+        raise error.located(where) from error.__cause__
+
+
+def _file_to_json(file: ManifestFile) -> dict[str, object]:
+    return {
+        "nbytes": file.nbytes,
+        "digest": file.digest,
+        "parts": [_part_to_json(part) for part in file.parts],
+    }
+
+
+def _part_to_json(part: ManifestPart) -> dict[str, object]:
+    value: dict[str, object] = {"start_nbytes": part.start_nbytes, "nbytes": part.nbytes}
+    if part.tensor:
+        value |= {"tensor": part.tensor, "state": part.state}
+    return value | {"blocks": [f"{digest:032x}" for digest in part.digests]}
+
+
+def _digest(value: Mapping[str, object]) -> str:
+    content = json.dumps(value, separators=(",", ":")).encode()
+    return blake2b(content, digest_size=16).hexdigest()
+
+
+def _parsed(value: dict[str, object]) -> Manifest:
+    found = value.get("format")
+    if found != _FORMAT:
+        if isinstance(found, str) and _FAMILY.fullmatch(found):
+            raise UnsupportedError(
+                f"the format is {found!r}, this version reads {_FORMAT!r}", where="$.format"
+            )
+        raise FormatError(f"it is no manifest: those have the format {_FORMAT!r}", where="$.format")
+    digest = value.pop("digest", None)
+    if digest != _digest(value):
+        raise CorruptError("it is not as it was written: its digest is of another content")
+    block_nbytes = _size(value.get("block_nbytes"), "$.block_nbytes")
+    if not block_nbytes:
+        raise CorruptError("blocks of 0 bytes", where="$.block_nbytes")
+    files = {
+        _path(name): _file(file, block_nbytes, member_of("$.files", name))
+        for name, file in _object(value.get("files"), "$.files").items()
+    }
+    tensors = {
+        name: {
+            state: _text(digits, member_of(member_of("$.tensors", name), state))
+            for state, digits in _object(states, member_of("$.tensors", name)).items()
+        }
+        for name, states in _object(value.get("tensors"), "$.tensors").items()
+    }
+    return Manifest(_text(value.get("version"), "$.version"), block_nbytes, files, tensors)
+
+
+def _path(name: str) -> str:
+    if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+        raise CorruptError(f"{name!r} is no path below the folder", where="$.files")
+    return name
+
+
+def _file(value: object, block_nbytes: int, where: str) -> ManifestFile:
+    members = _object(value, where)
+    nbytes = _size(members.get("nbytes"), f"{where}.nbytes")
+    parts = tuple(
+        _part(part, block_nbytes, f"{where}.parts[{place}]")
+        for place, part in enumerate(_list(members.get("parts"), f"{where}.parts"))
+    )
+    end = 0
+    for part in parts:
+        if part.start_nbytes != end:
+            raise CorruptError(f"a part starts at byte {part.start_nbytes}, not {end}", where=where)
+        end += part.nbytes
+    if end != nbytes:
+        raise CorruptError(f"its parts end at byte {end} of {nbytes}", where=where)
+    return ManifestFile(nbytes, parts)
+
+
+def _part(value: object, block_nbytes: int, where: str) -> ManifestPart:
+    members = _object(value, where)
+    nbytes = _size(members.get("nbytes"), f"{where}.nbytes")
+    blocks = _list(members.get("blocks"), f"{where}.blocks")
+    if len(blocks) != -(-nbytes // block_nbytes):
+        raise CorruptError(f"{len(blocks)} blocks are given for {nbytes} bytes", where=where)
+    digests = [_text(block, f"{where}.blocks") for block in blocks]
+    if not all(map(_DIGITS.fullmatch, digests)):
+        raise CorruptError("a digest has 32 hexadecimal digits", where=where)
+    return ManifestPart(
+        _size(members.get("start_nbytes"), f"{where}.start_nbytes"),
+        nbytes,
+        tuple(int(digits, 16) for digits in digests),
+        _text(members.get("tensor", ""), f"{where}.tensor"),
+        _text(members.get("state", ""), f"{where}.state"),
+    )
+
+
+def _object(value: object, where: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise CorruptError(f"this should be an object, it is a {type(value).__name__}", where=where)
+    return value
+
+
+def _list(value: object, where: str) -> list[object]:
+    if not isinstance(value, list):
+        raise CorruptError(f"this should be a list, it is a {type(value).__name__}", where=where)
+    return value
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise CorruptError(f"this should be a text, it is a {type(value).__name__}", where=where)
+    return value
+
+
+def _size(value: object, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CorruptError("this should be a number of bytes", where=where)
+    return value

@@ -1,0 +1,144 @@
+"""Which parts of an output are written: blocks of regions, and the digest of each.
+
+A region of a plan is counted in blocks of 4 MiB from its own start, the last one shorter. A block
+is done when all its bytes were written; its digest is the sum of those of the pieces, which may
+come in any order and size (see `restride.arrays.fingerprint`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from threading import Lock, local
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from restride.arrays.fingerprint import MODULUS, Digester
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from restride.planning.plan import RegionPlan, Step
+
+__all__ = ["BLOCK_NBYTES", "TABLE_NBYTES", "Block", "BlockTable"]
+
+BLOCK_NBYTES: Final = 4 << 20
+# What the table takes for a block: a digest, two numbers, and places in lists.
+TABLE_NBYTES: Final = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block that is done.
+
+    Attributes:
+        region: Number of the region in the plan.
+        number: Number of the block in the region.
+        digest: Sum of the digests of its pieces, by their place in the region.
+    """
+
+    region: int
+    number: int
+    digest: int
+
+
+class BlockTable:
+    """Counts what is written. Calls may come from any number of threads.
+
+    Args:
+        regions: Regions of the plan.
+        digest_rows: Rows that a thread digests at one time; see `Digester`.
+    """
+
+    def __init__(self, regions: Sequence[RegionPlan], *, digest_rows: int) -> None:
+        self.regions = regions
+        self._rows = digest_rows
+        self._digests: list[list[int]] = [[0] * block_count(region.nbytes) for region in regions]
+        self._left = [
+            [block_nbytes(region.nbytes, block) for block in range(block_count(region.nbytes))]
+            for region in regions
+        ]
+        # Regions without bytes may start where the next one does.
+        self._numbers = [number for number, region in enumerate(regions) if region.nbytes]
+        self._starts = [
+            (regions[number].target_file, regions[number].target_start_nbytes)
+            for number in self._numbers
+        ]
+        self._lock = Lock()
+        self._local = local()
+
+    def set_done(self, block: Block) -> None:
+        """Note that a block is done already."""
+        self._digests[block.region][block.number] = block.digest
+        self._left[block.region][block.number] = 0
+
+    def add(self, file: int, start_nbytes: int, buffer: memoryview) -> list[Block]:
+        """Count bytes that were written; return the blocks that are done with them.
+
+        Each byte of a block that is not done may be counted once.
+        """
+        number = self._numbers[bisect_right(self._starts, (file, start_nbytes)) - 1]
+        base = start_nbytes - self.regions[number].target_start_nbytes
+        content = np.frombuffer(buffer, np.uint8)
+        digester: Digester | None = getattr(self._local, "digester", None)
+        if digester is None:
+            digester = self._local.digester = Digester(self._rows)
+        digests, left = self._digests[number], self._left[number]
+        done: list[Block] = []
+        stop = base + content.nbytes
+        for block in range(base // BLOCK_NBYTES, block_count(stop)):
+            if not left[block]:
+                continue
+            low, high = max(base, block * BLOCK_NBYTES), min(stop, (block + 1) * BLOCK_NBYTES)
+            part = digester.digest(content[low - base : high - base], low)
+            with self._lock:
+                digests[block] = (digests[block] + part) % MODULUS
+                left[block] -= high - low
+                if not left[block]:
+                    done.append(Block(number, block, digests[block]))
+        return done
+
+    def steps(self) -> Iterator[Step]:
+        """Steps that write into blocks that are not done, in target order."""
+        for number, region in enumerate(self.regions):
+            left = self._left[number]
+            itemsize = region.target_dtype.itemsize_nbytes
+            if all(left) or not left:
+                yield from region.steps()
+            elif any(left):
+                blocks = [
+                    range(
+                        block * BLOCK_NBYTES // itemsize, -(-(block + 1) * BLOCK_NBYTES // itemsize)
+                    )
+                    for block, nbytes in enumerate(left)
+                    if nbytes
+                ]
+                yield from region.steps(blocks)
+
+    def digests(self, region: int) -> Sequence[int]:
+        """Digests of the blocks of one region, as far as they are done."""
+        return self._digests[region]
+
+    def left_nbytes(self) -> int:
+        """Bytes of blocks that are not done."""
+        return sum(
+            block_nbytes(self.regions[number].nbytes, block)
+            for number, blocks in enumerate(self._left)
+            for block, left in enumerate(blocks)
+            if left
+        )
+
+    def nbytes(self, blocks: Iterable[Block]) -> int:
+        """Size of some blocks together."""
+        return sum(block_nbytes(self.regions[b.region].nbytes, b.number) for b in blocks)
+
+
+def block_count(nbytes: int) -> int:
+    """Blocks of a region of so many bytes."""
+    return -(-nbytes // BLOCK_NBYTES)
+
+
+def block_nbytes(region_nbytes: int, number: int) -> int:
+    """Size of one block of a region."""
+    return min(BLOCK_NBYTES, region_nbytes - number * BLOCK_NBYTES)

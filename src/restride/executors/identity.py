@@ -1,0 +1,141 @@
+"""What makes two conversions the same: sources, options, and every byte that is planned."""
+
+from __future__ import annotations
+
+import json
+import os
+from hashlib import blake2b
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+from restride.errors import ExecutionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from restride.checkpoint.catalog import Catalog
+    from restride.checkpoint.output import Output
+    from restride.planning.plan import Plan
+    from restride.storage.journal import Record
+
+__all__ = ["describe_job", "differs_from", "package_version"]
+
+_MOST_SHOWN: Final = 60
+
+
+def describe_job(
+    catalog: Catalog, output: Output, plan: Plan, options: Mapping[str, object]
+) -> Record:
+    """The first record of a journal.
+
+    Nothing is read for it: a source file is known by its name, its size and the time of its last
+    change, and what its headers said is part of the plan.
+
+    Args:
+        catalog: What is read.
+        output: The files to write, with all that is fixed in them.
+        plan: What moves.
+        options: What the user chose, as JSON values.
+
+    Raises:
+        ExecutionError: A source file is not there.
+    """
+    return {
+        "format": "restride-journal/1",
+        "what": f"conversion of {catalog.root}",
+        "nbytes": plan.total_nbytes,
+        "version": package_version(),
+        "options": json.loads(json.dumps(dict(options), default=str)),
+        "source": {file.name: _stamp(catalog.root, file.name) for file in catalog.files},
+        "output": _digest_of(output, plan),
+    }
+
+
+def differs_from(ours: Record, theirs: Record) -> str:
+    """Say how another job is not this one, in a few words; empty if both are the same.
+
+    Examples:
+        >>> differs_from({"options": {"to": "universal"}}, {"options": {"to": "safetensors"}})
+        "option to was 'safetensors' and is 'universal'"
+    """
+    for key, words in (("format", "the format of the journal"), ("version", "the version")):
+        if ours.get(key) != theirs.get(key):
+            return f"{words} was {theirs.get(key)!s:.{_MOST_SHOWN}} and is {ours.get(key)}"
+    options = _mapping(ours, "options"), _mapping(theirs, "options")
+    for name in {**options[0], **options[1]}:
+        now, then = (side.get(name) for side in options)
+        if now != then:
+            return f"option {name} was {_shown(then)} and is {_shown(now)}"
+    files = _mapping(ours, "source"), _mapping(theirs, "source")
+    for name in {**files[0], **files[1]}:
+        now, then = (side.get(name) for side in files)
+        if now != then:
+            return f"source file {name} {_change(then, now)}"
+    if ours.get("output") != theirs.get("output"):
+        return "the files to write are not the same"
+    return ""
+
+
+def package_version() -> str:
+    """Version of this package."""
+    # Not an import: the package knows of every module, and no module of the package.
+    return str(import_module("restride").__version__)
+
+
+def _mapping(record: Record, key: str) -> dict[str, object]:
+    value = record.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.{_MOST_SHOWN}}"
+
+
+def _change(then: object, now: object) -> str:
+    match then, now:
+        case None, _:
+            return "was not there"
+        case _, None:
+            return "is not there any more"
+        case [int(before), _], [int(after), _] if before != after:
+            return f"had {before} bytes and has {after}"
+    return "was written to since then"
+
+
+def _stamp(root: str, name: str) -> list[int]:
+    path = os.path.join(root, name)  # noqa: PTH118
+    try:
+        status = os.stat(path)  # noqa: PTH116
+    except OSError as error:
+        raise ExecutionError(f"cannot be looked at ({error.strerror})", where=path) from error
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _digest_of(output: Output, plan: Plan) -> str:
+    """Identity of everything that will be written, but for the bytes of the tensors."""
+    digest = blake2b(digest_size=16)
+    for line in _lines(output, plan):
+        digest.update(line)
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _lines(output: Output, plan: Plan) -> Iterator[bytes]:
+    for file in output.files:
+        yield repr((file.name, file.nbytes)).encode()
+        for start, literal in file.literals:
+            yield repr((start, len(literal))).encode()
+            yield literal
+    for region in plan.regions:
+        yield repr(
+            (
+                *(region.tensor, region.state, region.target_rank, region.target_file),
+                *(region.target_start_nbytes, region.numel, region.replicas),
+                *(region.source_dtype.name, region.target_dtype.name),
+                [
+                    (fill.agreeing, source.rank, source.file, source.start_nbytes, source.walks)
+                    for fill in region.fills
+                    for source in fill.sources
+                ],
+            )
+        ).encode()

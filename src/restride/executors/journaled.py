@@ -1,0 +1,150 @@
+"""Write the regions of a plan so that another process can go on: blocks, synced, then noted.
+
+The journal of an unfinished output has a first record that says what is written, and then
+
+    {"region": 3, "block": 0, "digests": ["..."], "nbytes": 4194304}    durable blocks of a region
+    {"drift": {"tensor": ..., ...}}            replicas that differ, summed up as of then
+
+A block is noted when its bytes are durable: a thread of its own syncs the files that blocks were
+finished in, in batches, while the workers go on.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import groupby
+from threading import Condition
+from typing import TYPE_CHECKING, Final, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
+    from types import TracebackType
+
+    from restride.checkpoint.output import Output
+    from restride.executors.blocks import Block, BlockTable
+    from restride.executors.drift import DriftTable
+    from restride.storage.journal import Record
+    from restride.storage.unfinished import Unfinished
+
+__all__ = ["SYNC_NBYTES", "JournaledWriter", "claim_records"]
+
+# What a kill may cost: so many bytes are written again, or what was written in so many seconds.
+SYNC_NBYTES: Final = 256 << 20
+_SYNC_SECONDS: Final = 5.0
+
+
+class JournaledWriter:
+    """Target files by the number that the output gives them. Used in a ``with`` block.
+
+    The end of the block, by an error or not, syncs and notes what is done.
+
+    Args:
+        place: Where to write, and the journal.
+        output: The files.
+        blocks: What is done already; it is kept up to date.
+        table: Replicas that differed so far, which are noted with the blocks.
+        require_unchanged: Raises where a source file is not what it was; what was read of it may
+            be anything then, and is not noted.
+        sync_nbytes: Bytes after which blocks are synced and noted.
+    """
+
+    def __init__(
+        self,
+        place: Unfinished,
+        output: Output,
+        blocks: BlockTable,
+        table: DriftTable,
+        require_unchanged: Callable[[], None],
+        *,
+        sync_nbytes: int = SYNC_NBYTES,
+    ) -> None:
+        self._place = place
+        self._names = [file.name for file in output.files]
+        self._blocks = blocks
+        self._table = table
+        self._require_unchanged = require_unchanged
+        self._noted = dict(table.rows)
+        self._sync_nbytes = sync_nbytes
+        self._done: list[Block] = []
+        self._done_nbytes = 0
+        self._changed = Condition()
+        self._is_ending = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="restride-sync")
+        self._syncing: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._syncing = self._thread.submit(self._keep_durable)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Note what is done; an error of that is raised unless there is one already."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify()
+        self._thread.shutdown()
+        if self._syncing is not None and error is None:
+            self._syncing.result()
+
+    def write_from(self, file: int, start_nbytes: int, buffer: memoryview, /) -> None:
+        """Write bytes into a target file, and count them. Any thread may call it."""
+        if self._syncing is not None and self._syncing.done():
+            self._syncing.result()  # it failed, as nobody asked it to end
+        self._place.files.write_exact(self._names[file], start_nbytes, buffer)
+        done = self._blocks.add(file, start_nbytes, buffer)
+        if done:
+            with self._changed:
+                self._done += done
+                self._done_nbytes += self._blocks.nbytes(done)
+                self._changed.notify()
+
+    def _keep_durable(self) -> None:
+        """What the thread does until the end."""
+        while self._note_batch():
+            pass
+
+    def _note_batch(self) -> bool:
+        """Wait until there is enough to do, and do it; False at the end."""
+        last = time.monotonic()
+        with self._changed:
+            while not self._is_ending and self._done_nbytes < self._sync_nbytes:
+                left = last + _SYNC_SECONDS - time.monotonic()
+                if left <= 0 and self._done:
+                    break
+                self._changed.wait(left if self._done and left > 0 else None)
+            is_ending, batch = self._is_ending, self._done
+            self._done, self._done_nbytes = [], 0
+        if batch:
+            files = {self._blocks.regions[block.region].target_file for block in batch}
+            self._place.files.sync_files(self._names[file] for file in sorted(files))
+            self._require_unchanged()
+            self._place.note([*self._drift_records(), *claim_records(batch, self._blocks)])
+            self._place.keeps = True
+        return not is_ending
+
+    def _drift_records(self) -> Iterator[Record]:
+        for key, row in dict(self._table.rows).items():
+            if self._noted.get(key) != row:
+                self._noted[key] = row
+                yield {"drift": asdict(row)}
+
+
+def claim_records(blocks: Sequence[Block], table: BlockTable) -> Iterator[Record]:
+    """Records that say which blocks are durable: one for each run of blocks of a region."""
+    ordered = sorted(blocks, key=lambda block: (block.region, block.number))
+    places = ((block.region, block.number - place) for place, block in enumerate(ordered))
+    for (region, _), run in groupby(zip(places, ordered, strict=True), key=lambda pair: pair[0]):
+        found = [block for _, block in run]
+        yield {
+            "region": region,
+            "block": found[0].number,
+            "digests": [f"{block.digest:032x}" for block in found],
+            "nbytes": table.nbytes(found),
+        }

@@ -1,0 +1,250 @@
+"""Make the manifest of an output, and hold files against one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from restride.arrays.fingerprint import MODULUS, Digester, finish
+from restride.checkpoint.catalog import Finding
+from restride.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    ManifestFile,
+    ManifestPart,
+    manifest_from_json,
+)
+from restride.errors import FormatError, UnsupportedError
+from restride.executors.blocks import BLOCK_NBYTES
+from restride.executors.verifying import Extent, find_damage
+from restride.planning.conversion import whole_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from restride.checkpoint.catalog import Catalog
+    from restride.checkpoint.fingerprints import Fingerprints
+    from restride.checkpoint.output import Output
+    from restride.executors.blocks import BlockTable
+    from restride.executors.verifying import Damage
+
+__all__ = ["FoundManifest", "check_manifest", "describe_files", "find_manifest", "fingerprints_of"]
+
+# So that the file stays readable, and below what a reader of JSON takes.
+_MOST_BLOCKS: Final = 1 << 16
+
+
+def describe_files(output: Output, blocks: BlockTable, version: str) -> Manifest:
+    """The manifest of an output of which every block is done, without fingerprints.
+
+    Cost:
+        O(fixed bytes + blocks). Nothing is read.
+    """
+    total = sum(file.nbytes for file in output.files)
+    block_nbytes = BLOCK_NBYTES
+    while total > block_nbytes * _MOST_BLOCKS:
+        block_nbytes *= 2
+    parts: list[list[ManifestPart]] = [[] for _ in output.files]
+    digester = Digester()
+    for file, found in zip(output.files, parts, strict=True):
+        for start, literal in file.literals:
+            if literal:
+                found.append(_fixed(start, literal, digester, block_nbytes))
+    for number, region in enumerate(blocks.regions):
+        if region.nbytes:
+            parts[region.target_file].append(
+                ManifestPart(
+                    region.target_start_nbytes,
+                    region.nbytes,
+                    _joined(blocks.digests(number), block_nbytes // BLOCK_NBYTES),
+                    region.tensor,
+                    region.state,
+                )
+            )
+    files = {
+        file.name: ManifestFile(file.nbytes, _without_gaps(found, file.nbytes, block_nbytes))
+        for file, found in zip(output.files, parts, strict=True)
+    }
+    return Manifest(version, block_nbytes, files, {})
+
+
+def fingerprints_of(catalog: Catalog, files: Mapping[str, ManifestFile]) -> Fingerprints:
+    """Fingerprints of the arrays of an output that stand in one part of a file each.
+
+    Args:
+        catalog: What a reader finds in the output.
+        files: Its files.
+    """
+    parts = {(name, part.start_nbytes): part for name, file in files.items() for part in file.parts}
+    found: dict[str, dict[str, str]] = {}
+    for tensor in catalog.tensors:
+        for state, entry in tensor.states.items():
+            shape, region = entry.layout.full_shape, entry.regions[0]
+            if region is None or entry.layout.pieces(0) != whole_layout(shape).pieces(0):
+                continue
+            part = parts.get((catalog.files[region.file].name, region.start_nbytes))
+            nbytes = entry.layout.full_numel * entry.dtype.itemsize_nbytes
+            if part is not None and part.nbytes == nbytes:
+                digits = finish(sum(part.digests) % MODULUS, entry.dtype.name, shape)
+                found.setdefault(tensor.name, {})[state] = digits
+    return found
+
+
+def _fixed(start: int, literal: bytes, digester: Digester, block_nbytes: int) -> ManifestPart:
+    content = np.frombuffer(literal, np.uint8)
+    digests = tuple(
+        digester.digest(content[low : low + block_nbytes], low)
+        for low in range(0, len(literal), block_nbytes)
+    )
+    return ManifestPart(start, len(literal), digests)
+
+
+def _joined(digests: Sequence[int], count: int) -> tuple[int, ...]:
+    """Digests of blocks that are so many times as large."""
+    return tuple(
+        sum(digests[first : first + count]) % MODULUS for first in range(0, len(digests), count)
+    )
+
+
+def _without_gaps(
+    parts: list[ManifestPart], nbytes: int, block_nbytes: int
+) -> tuple[ManifestPart, ...]:
+    """Add the bytes that nobody writes: they are zero, and so is their digest."""
+    result: list[ManifestPart] = []
+    end = 0
+    for part in (*sorted(parts, key=lambda p: p.start_nbytes), ManifestPart(nbytes, 0, ())):
+        if part.start_nbytes > end:
+            gap = part.start_nbytes - end
+            result.append(ManifestPart(end, gap, (0,) * -(-gap // block_nbytes)))
+        if part.nbytes:
+            result.append(part)
+        end = part.start_nbytes + part.nbytes
+    return tuple(result)
+
+
+class FoundManifest:
+    """A manifest, and the files of it that are below the folder that is looked at.
+
+    Attributes:
+        folder: Where the manifest is.
+        files: Those files, by their names in the manifest.
+        block_nbytes: Size of a block.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, prefix: str) -> None:
+        self.folder = folder
+        self.block_nbytes = manifest.block_nbytes
+        self.files = {
+            name: file for name, file in manifest.files.items() if name.startswith(prefix)
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all these files."""
+        return sum(file.nbytes for file in self.files.values())
+
+
+def find_manifest(catalog: Catalog) -> FoundManifest | Finding | None:
+    """The manifest that a checkpoint was written with.
+
+    Returns:
+        None where there is none: most checkpoints have none. A note where it says nothing of this
+        checkpoint, because it was edited, or because another one was saved into the same folder.
+    """
+    root = Path(catalog.root)
+    for folder in (root, root.parent):
+        path = folder / MANIFEST_NAME
+        if not path.is_file():
+            continue
+        prefix = "" if folder == root else f"{root.name}/"
+        try:
+            content = path.read_bytes()
+            found = FoundManifest(folder, manifest_from_json(content, where=MANIFEST_NAME), prefix)
+        except OSError as error:
+            return _note(f"{MANIFEST_NAME} cannot be read ({error.strerror})")
+        except (FormatError, UnsupportedError) as error:
+            return _note(str(error))
+        if {prefix + file.name for file in catalog.files}.isdisjoint(found.files):
+            if folder == root:
+                return _note(f"{MANIFEST_NAME} is of other files than those of this checkpoint")
+            return None
+        return found
+    return None
+
+
+def _note(problem: str) -> Finding:
+    message = f"{problem}; the bytes are not held against what was written"
+    return Finding("note", "manifest-unused", message, MANIFEST_NAME)
+
+
+def check_manifest(
+    found: FoundManifest, *, workers: int, rows: int, on_read: Callable[[int], None]
+) -> Iterator[Finding]:
+    """Hold the size and every byte of the files against a manifest.
+
+    Args:
+        found: The manifest.
+        workers: Threads.
+        rows: Rows of 1 KiB that each of them digests at a time.
+        on_read: Called with the number of bytes that were read.
+
+    Yields:
+        One error for each file that is missing, has another size, or other bytes.
+
+    Cost:
+        Every byte is read once.
+    """
+    sound: dict[str, ManifestFile] = {}
+    for name, file in found.files.items():
+        problem = _size_problem(found.folder / name, file.nbytes)
+        if problem:
+            yield Finding("error", "manifest-size", f"{name}: {problem}", name)
+        else:
+            sound[name] = file
+    damage: dict[str, tuple[Damage, int]] = {}
+    extents = _extents(found, sound)
+    for damaged in find_damage(extents, workers=workers, rows=rows, on_read=on_read):
+        first, count = damage.get(damaged.extent.path, (damaged, 0))
+        damage[damaged.extent.path] = first, count + 1
+    for name, file in sound.items():
+        if str(found.folder / name) in damage:
+            yield _damaged(name, file, *damage[str(found.folder / name)])
+
+
+def _extents(found: FoundManifest, files: Mapping[str, ManifestFile]) -> Iterator[Extent]:
+    for name, file in files.items():
+        path = str(found.folder / name)
+        for part in file.parts:
+            for number, digest in enumerate(part.digests):
+                base = number * found.block_nbytes
+                nbytes = min(found.block_nbytes, part.nbytes - base)
+                yield Extent(path, part.start_nbytes + base, nbytes, base, digest)
+
+
+def _damaged(name: str, file: ManifestFile, first: Damage, count: int) -> Finding:
+    start, stop = first.extent.start_nbytes, first.extent.start_nbytes + first.extent.nbytes
+    part = next(p for p in file.parts if start < p.start_nbytes + p.nbytes)
+    total = sum(len(p.digests) for p in file.parts)
+    holder = "a fixed part"
+    if part.tensor:
+        holder = f"state {part.state!r} of tensor {part.tensor!r}"
+    message = (
+        f"{name}: {count} of {total} blocks are not what was written, the first one from byte "
+        f"{start} to {stop}, in {holder} ({first.reason})"
+    )
+    details: dict[str, object] = {"start_nbytes": start, "stop_nbytes": stop, "blocks": count}
+    details |= {"tensor": part.tensor, "state": part.state}
+    return Finding("error", "manifest-digest", message, name, details)
+
+
+def _size_problem(path: Path, nbytes: int) -> str:
+    try:
+        size = os.stat(path).st_size  # noqa: PTH116
+    except FileNotFoundError:
+        return "the file is missing"
+    except OSError as error:
+        return f"the file cannot be looked at ({error.strerror})"
+    return "" if size == nbytes else f"the file has {size} bytes, {nbytes} were written"

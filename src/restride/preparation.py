@@ -1,0 +1,106 @@
+"""What comes before the first byte of a conversion: open, lay out, plan."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from restride.checkpoint.decisions import DEFAULT, read_rules
+from restride.executors.identity import describe_job
+from restride.executors.sources import CatalogReader, default_budget_nbytes, default_workers
+from restride.executors.writing import plan_writing
+from restride.exports import lay_out_export
+from restride.formats._registry import open_catalog
+from restride.planning.conversion import Job
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from restride.checkpoint.catalog import Catalog
+    from restride.checkpoint.decisions import ReplicaRules, Saying
+    from restride.checkpoint.selection import Export
+    from restride.executors.writing import Task
+    from restride.exports import Wanted
+    from restride.storage.journal import Record
+    from restride.storage.ranges import FilePool
+
+__all__ = ["Prepared", "prepare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A conversion that can start.
+
+    Attributes:
+        catalog: The source.
+        reader: Its files, as they were when it was opened.
+        export: What goes out.
+        decided: Which copies count where ranks hold different ones.
+        task: What to write, in which steps and memory.
+        first: What makes it this conversion and no other: the first record of its journal.
+    """
+
+    catalog: Catalog
+    reader: CatalogReader
+    export: Export
+    decided: ReplicaRules
+    task: Task
+    first: Record
+
+    @property
+    def inputs(self) -> list[Path]:
+        """What the output must not replace. Files may be links to somewhere else."""
+        root = Path(self.catalog.root)
+        return [root, *(root / file.name for file in self.catalog.files)]
+
+
+def prepare(
+    path: str | PathLike[str],
+    wanted: Wanted,
+    pool: FilePool,
+    *,
+    budget_nbytes: int | None = None,
+    workers: int | None = None,
+    replicas: Saying = DEFAULT,
+) -> Prepared:
+    """Open a checkpoint, and plan what is written of it.
+
+    Args:
+        path: As for `restride.open`.
+        wanted: Format and options.
+        pool: What the source files are read through.
+        budget_nbytes: Most memory for plan and buffers.
+        workers: Threads.
+        replicas: What to do where ranks hold different copies.
+
+    Raises:
+        RestrideError: As for `restride.convert`, as far as it can be said without reading tensors.
+    """
+    catalog = open_catalog(path)
+    # Before the job is described: what changes later is noticed.
+    reader = CatalogReader(catalog, pool)
+    export = lay_out_export(catalog, wanted)
+    decided = read_rules(replicas, catalog)
+    jobs = [
+        Job(
+            chosen.tensor,
+            chosen.state,
+            chosen.entry,
+            target.layout,
+            target.regions,
+            target.dtype,
+            decided.decide(chosen.tensor, chosen.state),
+        )
+        for chosen, target in zip(export.sources, export.output.tensors, strict=True)
+    ]
+    task = plan_writing(
+        catalog.files,
+        jobs,
+        export.output,
+        budget_nbytes=default_budget_nbytes() if budget_nbytes is None else budget_nbytes,
+        workers=default_workers() if workers is None else workers,
+    )
+    options = {**asdict(wanted), "replicas": replicas}
+    first = describe_job(catalog, export.output, task.plan, options)
+    return Prepared(catalog, reader, export, decided, task, first)

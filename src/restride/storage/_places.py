@@ -1,0 +1,127 @@
+"""Where an output may go, and how a finished folder gets its name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from restride.errors import ExecutionError, ExistsError
+from restride.storage.output_files import sync_path, translated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["make_parents", "put_in_place", "require_free"]
+
+_TARGET_IN_USE: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+
+
+def require_free(target: Path, *, force: bool, inputs: Iterable[Path]) -> None:
+    """Refuse early what the rename at the end would refuse, and what nobody can mean.
+
+    Raises:
+        ExistsError: Something is there and `force` is not set, or would be lost that must not be.
+        ExecutionError: The system cannot look.
+    """
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise ExistsError("is not a directory", where=str(target), remedy="name another output")
+    with translated("cannot be looked at", target):
+        is_empty = not any(target.iterdir())
+    if is_empty:
+        return
+    if not force:
+        raise ExistsError(
+            "the directory exists and is not empty",
+            where=str(target),
+            remedy="name another output, or replace all of it with --force",
+        )
+    require_no_input(target, inputs)
+
+
+def require_no_input(folder: Path, inputs: Iterable[Path]) -> None:
+    """Refuse to delete a folder that something is needed of.
+
+    Raises:
+        ExistsError: It is an input, the working directory or the home directory, or holds one.
+    """
+    for kept in (*inputs, Path.cwd(), Path.home()):
+        if kept.is_relative_to(folder):
+            raise ExistsError(
+                f"replacing the directory would delete {kept}",
+                where=str(folder),
+                remedy="name another output",
+            )
+
+
+def make_parents(target: Path) -> list[Path]:
+    """Make the missing parents of `target`; return them, innermost first.
+
+    Raises:
+        ExecutionError: The system cannot make them.
+    """
+    missing = [folder for folder in target.parents if not folder.exists()]
+    with translated("cannot be created", target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def put_in_place(path: Path, target: Path, *, replaced: Path, force: bool) -> None:
+    """Give a finished folder its final name.
+
+    Args:
+        path: The folder.
+        target: Its final name.
+        replaced: Where to put what has that name now.
+        force: Whether something that has that name may be replaced.
+
+    Raises:
+        ExistsError: Something appeared there, and `force` is not set.
+        ExecutionError: The system cannot do it; what was there is there again, or in `replaced`.
+    """
+    if target.is_dir():
+        with suppress(OSError):
+            shutil.copymode(target, path)
+    if force and target.is_dir() and any(target.iterdir()):
+        _swap(path, target, replaced)
+    else:
+        try:
+            path.rename(target)
+        except OSError as error:
+            if error.errno in _TARGET_IN_USE:
+                raise ExistsError("something appeared here meanwhile", where=str(target)) from error
+            raise _cannot_rename(error, target) from error
+    sync_path(target.parent)
+
+
+def _swap(path: Path, target: Path, replaced: Path) -> None:
+    """Put the finished folder in the place of another one, which is kept in `replaced`."""
+    if os.path.lexists(replaced):
+        with translated("what was replaced before cannot be deleted", replaced):
+            shutil.rmtree(replaced)
+    try:
+        target.rename(replaced)
+    except OSError as error:
+        raise _cannot_rename(error, target) from error
+    try:
+        path.rename(target)
+    except BaseException as error:
+        with translated(f"cannot get back what was here, which is now {replaced}", target):
+            replaced.rename(target)
+        if isinstance(error, OSError):
+            raise _cannot_rename(error, target) from error
+        raise
+
+
+def _cannot_rename(error: OSError, target: Path) -> ExecutionError:
+    return ExecutionError(
+        f"the finished output cannot be put in place ({error.strerror})",
+        where=str(target),
+        # A mount point is the usual case: it cannot be renamed over.
+        remedy="name a new directory below it as the output",
+    )

@@ -1,0 +1,195 @@
+"""The files of an output while they are written: reserved, filled in any order, made durable."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Final, Self
+
+from restride.checkpoint.output import OutputFile
+from restride.errors import ExecutionError, ExistsError
+from restride.storage.ranges import FilePool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from _typeshed import ReadableBuffer
+
+    from restride.checkpoint.output import Output
+
+__all__ = ["OutputFiles", "sync_path", "translated"]
+
+# What file systems answer that cannot reserve space ahead.
+_CANNOT_RESERVE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+
+
+class OutputFiles:
+    """Files below one folder. Used as a context manager, they are closed at the end.
+
+    Positioned writes may come from any number of threads.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, Path] = {}
+        self._pool = FilePool(writable=True)
+        self._unsynced: set[str] = set()
+        self._lock = Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def create(self, output: Output, *, resume: bool = False) -> None:
+        """Reserve all files of an output, and write their fixed parts.
+
+        Args:
+            output: What is to be written.
+            resume: Keep what is in files that are there.
+
+        Raises:
+            ExistsError: A file was there before.
+            ExecutionError: The system cannot write it, or has no room for it.
+        """
+        for file in output.files:
+            self.preallocate(file.name, file.nbytes, resume=resume)
+            for start, literal in file.literals:
+                self.write_exact(file.name, start, literal)
+
+    def preallocate(self, name: str, nbytes: int, *, resume: bool = False) -> None:
+        """Create a file of zeros, with its space reserved where the file system can do that.
+
+        A disk that is too small is found out here, before the first tensor moves.
+
+        Args:
+            name: Path below the folder, with forward slashes. Folders are made as needed.
+            nbytes: Size of the file.
+            resume: Take the file that is there, and what is in it.
+
+        Raises:
+            PlanError: The name would leave the folder.
+            ExistsError: The file was there before.
+            ExecutionError: The system cannot write it, or has no room for it.
+        """
+        path = self.path / OutputFile(name, nbytes).name
+        exclusive = 0 if resume else os.O_EXCL
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | exclusive
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, flags, 0o666)
+        except FileExistsError as error:
+            raise ExistsError("the file is written twice", where=str(path)) from error
+        except OSError as error:
+            raise _failed(f"cannot be created ({error.strerror})", path) from error
+        self._unsynced.add(name)
+        try:
+            _reserve(descriptor, nbytes)
+        except OSError as error:
+            raise _failed(f"no room for {nbytes} bytes ({error.strerror})", path) from error
+        finally:
+            os.close(descriptor)
+        self._files[name] = path
+
+    def write_exact(self, name: str, start_nbytes: int, buffer: ReadableBuffer) -> None:
+        """Write all of `buffer` into a file that was preallocated, from `start_nbytes`.
+
+        Raises:
+            ExecutionError: The file was not preallocated, or the system cannot write it.
+        """
+        if name not in self._files:
+            raise ExecutionError("written to before it was created", where=str(self.path / name))
+        self._pool.write_exact(self._files[name], start_nbytes, buffer)
+        with self._lock:
+            # Only now: a sync that took the mark away before would not have seen these bytes.
+            self._unsynced.add(name)
+
+    def sync_files(self, names: Iterable[str]) -> None:
+        """Make durable what was written into some files before this call.
+
+        Raises:
+            ExecutionError: The system cannot do it: a write that it had accepted was lost.
+        """
+        for name in names:
+            with self._lock:
+                self._unsynced.discard(name)
+            sync_path(self._files[name])
+
+    def sync_folders(self) -> None:
+        """Make the names of all files durable.
+
+        Raises:
+            ExecutionError: The system cannot do it.
+        """
+        folders = {self.path}
+        for name in self._files:
+            parents = Path(name).parents
+            folders.update(self.path / parent for parent in parents)
+        for folder in sorted(folders, reverse=True):
+            sync_path(folder)
+
+    def sync(self) -> None:
+        """Make everything durable that is not yet.
+
+        Raises:
+            ExecutionError: The system cannot do it: a write that it had accepted was lost.
+        """
+        self.close()
+        self.sync_files(sorted(self._unsynced))
+        self.sync_folders()
+
+    def close(self) -> None:
+        """Close all files."""
+        self._pool.close()
+
+
+def sync_path(path: Path) -> None:
+    """Make a file durable, or the names in a folder.
+
+    Raises:
+        ExecutionError: The system cannot do it.
+    """
+    with translated("cannot be made durable", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def translated(problem: str, path: Path) -> Iterator[None]:
+    """Turn what the system says into an error that names the file.
+
+    Raises:
+        ExecutionError: The block raised an error of the system.
+    """
+    try:
+        yield
+    except ExecutionError:
+        raise
+    except OSError as error:
+        raise _failed(f"{problem} ({error.strerror})", path) from error
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    if os.fstat(descriptor).st_size == nbytes and nbytes:
+        return
+    if nbytes:
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno not in _CANNOT_RESERVE:
+                raise
+    os.ftruncate(descriptor, nbytes)
+
+
+def _failed(problem: str, path: Path) -> ExecutionError:
+    return ExecutionError(problem, where=str(path))

@@ -1,0 +1,360 @@
+"""An output folder that appears complete or not at all, and whose progress outlives its writer.
+
+Everything about an output ``OUT`` that is not finished stands in a folder beside it:
+
+    OUT.partial/lock       held by the process that writes
+    OUT.partial/journal    what the output will be, then what of it is durable
+    OUT.partial/files/     the files of the output
+    OUT.partial/replaced/  what was under the final name, while the two change places
+
+At the end, when every byte and every name is durable, ``files`` becomes ``OUT`` by a rename. A
+process may die at any moment: what is under the final name is then what was there before or the
+whole new output, and the next process continues from the journal, or removes the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import ExitStack, contextmanager, suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from restride.errors import ExecutionError, ExistsError
+from restride.storage._places import make_parents, put_in_place, require_free, require_no_input
+from restride.storage.journal import Journal, read_journal
+from restride.storage.locks import locked
+from restride.storage.output_files import OutputFiles, sync_path, translated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from os import PathLike
+
+    from restride.storage.journal import Record
+
+__all__ = ["Unfinished", "partial_folder", "require_startable", "unfinished_output"]
+
+_LOCK: Final = "lock"
+_JOURNAL: Final = "journal"
+_NEW_JOURNAL: Final = "journal.new"
+_FILES: Final = "files"
+_REPLACED: Final = "replaced"
+_KNOWN: Final = frozenset({_LOCK, _JOURNAL, _NEW_JOURNAL, _FILES, _REPLACED})
+_PUBLISHED: Final = "published"
+_LONGEST_STEM: Final = 200
+_MOST_TRIES: Final = 100
+
+
+class Unfinished:
+    """An output while it is being written; made by `unfinished_output`.
+
+    Attributes:
+        folder: The folder beside the final name.
+        files: The files of the output, to be written into.
+        records: What earlier processes noted, without the first record; empty for a new output.
+        is_published: Whether the output has its final name. True at the start where an earlier
+            process had done everything but clean up.
+        is_resumed: Whether there are files of an earlier process.
+        keeps: Whether there is progress that an error must not throw away.
+        done_nbytes: Sum of the ``nbytes`` of all records so far.
+    """
+
+    def __init__(self, folder: Path, target: Path, *, force: bool) -> None:
+        self.folder = folder
+        self.files = OutputFiles(folder / _FILES)
+        self.records: tuple[Record, ...] = ()
+        self.is_published = False
+        self.keeps = False
+        self.is_resumed = False
+        self.done_nbytes = 0
+        self._target = target
+        self._force = force
+        self._journal: Journal | None = None
+
+    def begin(self, records: Iterable[Record], *, keeps: bool = False) -> None:
+        """Start a new journal with some records, in the place of one that may be there.
+
+        Raises:
+            ExecutionError: The system cannot write.
+        """
+        fresh = self.folder / _NEW_JOURNAL
+        self._close_journal()
+        with translated("cannot be replaced", fresh):
+            fresh.unlink(missing_ok=True)
+        self._journal = Journal(fresh)
+        self.done_nbytes = 0
+        first, *others = records
+        self._journal.append([first])
+        self.note(others)
+        with translated("cannot be created", self.folder):
+            if not keeps and self.files.path.exists():
+                shutil.rmtree(self.files.path)
+            fresh.rename(self.folder / _JOURNAL)
+            self.files.path.mkdir(exist_ok=True)
+        sync_path(self.folder)
+        sync_path(self.folder.parent)
+        self.keeps = keeps
+
+    def resume(self, records: Sequence[Record]) -> None:
+        """Go on with the journal that is there, and what it holds behind its first record."""
+        self.records = tuple(records[1:])
+        self.keeps = self.is_resumed = True
+        self.done_nbytes = _done_nbytes(self.records)
+        self._journal = Journal(self.folder / _JOURNAL)
+        with translated("cannot be created", self.files.path):
+            self.files.path.mkdir(exist_ok=True)
+
+    def note(self, records: Iterable[Record]) -> None:
+        """Append records to the journal; they are durable when this returns.
+
+        Raises:
+            ExecutionError: The system cannot write.
+        """
+        if self._journal is None:
+            raise ExecutionError("the journal is not open", where=str(self.folder))
+        records = tuple(records)
+        self._journal.append(records)
+        self.done_nbytes += _done_nbytes(records)
+
+    def publish(self, seal: str) -> None:
+        """Make everything durable, and give it its final name.
+
+        Args:
+            seal: Name of a file of the output by which it is known again.
+
+        Raises:
+            ExistsError: Something appeared under the final name meanwhile.
+            ExecutionError: The system cannot do it.
+        """
+        self.files.sync()
+        self.note([{_PUBLISHED: [seal, _digest(self.files.path / seal)]}])
+        replaced = self.folder / _REPLACED
+        put_in_place(self.files.path, self._target, replaced=replaced, force=self._force)
+        self.is_published = True
+
+    def close(self) -> None:
+        """Close all files."""
+        self.files.close()
+        self._close_journal()
+
+    def _close_journal(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+
+@contextmanager
+def unfinished_output(
+    final: str | PathLike[str],
+    first: Record,
+    differs: Callable[[Record], str],
+    *,
+    force: bool = False,
+    resume: bool = False,
+    inputs: Iterable[str | PathLike[str]] = (),
+) -> Iterator[Unfinished]:
+    """Write a folder beside its final name, or go on with one that an earlier process left.
+
+    When the block ends without `Unfinished.publish`, by an error or not, what was written is
+    removed unless `Unfinished.keeps` is set. An empty folder under the final name is used up
+    without asking: nothing is lost.
+
+    Args:
+        final: Where the output shall be. Its parents are made as needed.
+        first: First record of the journal, which says what the output will be. ``what`` is the
+            words for it, ``nbytes`` how much is to be written; the ``nbytes`` of later records add
+            up to what is done.
+        differs: Says how the first record of an earlier process means something else than this
+            one; empty where both mean the same.
+        force: Replace a folder that is there, all of it, once the new one is durable, and throw
+            away what an earlier process left.
+        resume: Go on where an earlier process stopped. Without one, start.
+        inputs: What is being read; an output that would replace it is refused, even with `force`.
+
+    Yields:
+        The output to write into.
+
+    Raises:
+        ExistsError: Something is there and `force` is not set, or would be lost that must not be;
+            or an earlier process left something and neither `force` nor `resume` is set, or it is
+            the beginning of another output.
+        ExecutionError: The system cannot write it, or another process does.
+    """
+    # A symbolic link is followed: the rename must happen where the folder is.
+    target = Path(os.path.realpath(final))
+    place = Unfinished(partial_folder(target), target, force=force)
+    kept = [Path(os.path.realpath(path)) for path in inputs]
+    if not os.path.lexists(place.folder):
+        require_free(target, force=force, inputs=kept)
+    fresh = make_parents(target)
+    is_removed = False
+    try:
+        with _held(place.folder, target):
+            records = read_journal(place.folder / _JOURNAL)
+            place.keeps = bool(records)
+            try:
+                _enter(place, target, [first, *records], differs, force, resume, kept)
+                yield place
+            finally:
+                place.close()
+                is_removed = not place.keeps or place.is_published
+                if is_removed:
+                    _remove(place.folder, target)
+    finally:
+        if is_removed and not place.is_published:
+            for folder in fresh:
+                with suppress(OSError):
+                    folder.rmdir()
+
+
+def require_startable(
+    final: str | PathLike[str],
+    *,
+    force: bool = False,
+    resume: bool = False,
+    inputs: Iterable[str | PathLike[str]] = (),
+) -> None:
+    """Refuse what `unfinished_output` would refuse at once; nothing is made or locked.
+
+    Raises:
+        ExistsError, ExecutionError: As for `unfinished_output`, as far as it can be said without
+            the first record.
+    """
+    target = Path(os.path.realpath(final))
+    folder = partial_folder(target)
+    records = read_journal(folder / _JOURNAL)
+    if records and not force and not resume and (folder / _FILES).exists():
+        raise _left(folder, target, records)
+    if not (records and resume):
+        kept = [Path(os.path.realpath(path)) for path in inputs]
+        require_free(target, force=force, inputs=kept)
+
+
+def partial_folder(target: Path) -> Path:
+    """The folder of an output that is not finished.
+
+    Examples:
+        >>> partial_folder(Path("models/llama")).as_posix()
+        'models/llama.partial'
+    """
+    stem = target.name
+    if len(os.fsencode(stem)) > _LONGEST_STEM:
+        stem = f"{stem[:40]}.{blake2b(os.fsencode(stem), digest_size=16).hexdigest()}"
+    return target.with_name(f"{stem}.partial")
+
+
+def _enter(
+    place: Unfinished,
+    target: Path,
+    journals: Sequence[Record],
+    differs: Callable[[Record], str],
+    force: bool,  # noqa: FBT001 - handed on
+    resume: bool,  # noqa: FBT001
+    inputs: Sequence[Path],
+) -> None:
+    """Begin, or go on with what an earlier process left; `journals` is our record and all its."""
+    first, *records = journals
+    require_no_input(place.folder, inputs)
+    replaced = place.folder / _REPLACED
+    if os.path.lexists(replaced) and not os.path.lexists(target):
+        # It died between the two renames.
+        with translated(f"cannot get back what was here, which is now {replaced}", target):
+            replaced.rename(target)
+        sync_path(target.parent)
+    is_done = bool(records) and _is_published(place, target, records)
+    place.keeps = place.keeps and not is_done
+    difference = differs(records[0]) if records else ""
+    if is_done and resume and not difference:
+        place.records = tuple(records[1:])
+        place.is_published = True
+        return
+    if records and not is_done:
+        if resume and difference:
+            raise ExistsError(
+                f"the unfinished output cannot be resumed: {difference}",
+                where=str(place.folder),
+                remedy=f"remove {place.folder}, or start anew with --force",
+            )
+        if not force and not resume:
+            raise _left(place.folder, target, records)
+    require_free(target, force=force, inputs=inputs)
+    if records and resume and not is_done:
+        place.resume(records)
+    else:
+        place.begin([first])
+
+
+def _is_published(place: Unfinished, target: Path, records: Sequence[Record]) -> bool:
+    """Whether the earlier process did everything but clean up."""
+    match records[-1].get(_PUBLISHED):
+        case [str(seal), str(digest)] if not place.files.path.exists():
+            with suppress(OSError):
+                return _digest(target / seal) == digest
+        case _:
+            pass
+    return False
+
+
+def _left(folder: Path, target: Path, records: Sequence[Record]) -> ExistsError:
+    first, *others = records
+    total = first.get("nbytes", 0)
+    done = _done_nbytes(others)
+    removing = f" or remove {folder}"
+    if os.path.lexists(folder / _REPLACED) and not os.path.lexists(target):
+        removing = f"; what was here is in {folder / _REPLACED}"
+    return ExistsError(
+        f"an unfinished {first.get('what', 'output')} is here, {done} of {total} bytes done",
+        where=str(target),
+        remedy=f"add --resume to continue{removing}",
+    )
+
+
+def _done_nbytes(records: Iterable[Record]) -> int:
+    counts = (record.get("nbytes", 0) for record in records)
+    return sum(count for count in counts if isinstance(count, int))
+
+
+@contextmanager
+def _held(folder: Path, target: Path) -> Iterator[None]:
+    """Make the folder where it is missing, and lock it."""
+    for _ in range(_MOST_TRIES):
+        with ExitStack() as stack:
+            with translated("cannot be created", folder):
+                try:
+                    folder.mkdir(exist_ok=True)
+                    _require_ours(folder)
+                    stack.enter_context(locked(folder / _LOCK, what=str(target)))
+                except FileNotFoundError:
+                    continue  # its last holder has just removed it
+            yield
+            return
+    raise ExecutionError("other processes come and go there", where=str(target))
+
+
+def _require_ours(folder: Path) -> None:
+    """Refuse a folder that merely has the name: something in it is not ours to delete."""
+    strangers = sorted({entry.name for entry in folder.iterdir()} - _KNOWN)
+    if strangers or folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        holds = f"holds {', '.join(strangers[:3])}" if strangers else "belongs to somebody else"
+        raise ExistsError(
+            f"is in the way: it has the name of an unfinished output, and {holds}",
+            where=str(folder),
+            remedy="name another output",
+        )
+
+
+def _remove(folder: Path, target: Path) -> None:
+    """Remove the folder; what cannot be removed is in nobody's way."""
+    if os.path.lexists(folder / _REPLACED) and not os.path.lexists(target):
+        return  # it could not be put back, and the next process tries again
+    shutil.rmtree(folder / _FILES, ignore_errors=True)
+    shutil.rmtree(folder / _REPLACED, ignore_errors=True)
+    with suppress(OSError):
+        for name in (_NEW_JOURNAL, _JOURNAL, _LOCK):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return blake2b(file.read(), digest_size=16).hexdigest()

@@ -1,0 +1,401 @@
+"""An output directory appears complete or not at all, and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from restride.checkpoint.output import Output, OutputFile
+from restride.errors import ExecutionError, ExistsError, PlanError
+from restride.storage.unfinished import unfinished_output
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from restride.storage.output_files import OutputFiles
+
+FIRST = {"what": "conversion of ckpt", "nbytes": 100}
+
+
+@contextmanager
+def atomic_directory(final: Path, **options: object) -> Iterator[OutputFiles]:
+    """An output of one block, which is published at its end."""
+    with unfinished_output(final, FIRST, lambda _: "", **options) as place:
+        place.begin([FIRST])
+        yield place.files
+        place.files.preallocate("seal", 0, resume=True)
+        place.publish("seal")
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and path.name != "seal"
+    }
+
+
+def write(final: Path, content: bytes, **options: object) -> None:
+    with atomic_directory(final, **options) as directory:
+        directory.preallocate("a/b.bin", len(content))
+        directory.write_exact("a/b.bin", 0, content)
+
+
+def test_nothing_is_under_the_final_name_before_the_end(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+
+    with atomic_directory(final) as directory:
+        directory.preallocate("a.bin", 3)
+        assert not final.exists()
+        directory.write_exact("a.bin", 0, b"abc")
+
+    assert tree(tmp_path) == {"out/a.bin": b"abc"}
+
+
+def test_a_preallocated_file_is_zero_where_nobody_writes(tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "out") as directory:
+        directory.preallocate("a.bin", 10_000)
+        directory.preallocate("empty", 0)
+        directory.write_exact("a.bin", 5000, b"abc")
+
+    assert tree(tmp_path / "out") == {
+        "a.bin": bytes(5000) + b"abc" + bytes(4997),
+        "empty": b"",
+    }
+
+
+def test_an_output_is_created_with_its_fixed_parts(tmp_path: Path) -> None:
+    output = Output((OutputFile("a", 6, ((0, b"ab"), (4, b"ef"))), OutputFile("b", 1)))
+
+    with atomic_directory(tmp_path / "out") as directory:
+        directory.create(output)
+
+    assert tree(tmp_path / "out") == {"a": b"ab\0\0ef", "b": b"\0"}
+
+
+def test_threads_write_into_the_same_files(tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "out") as directory, ThreadPoolExecutor(4) as threads:
+        for name in "abc":
+            directory.preallocate(name, 4000)
+        places = [(name, start) for start in range(0, 4000, 100) for name in "abc"]
+        list(threads.map(lambda p: directory.write_exact(p[0], p[1], b"%100d" % p[1]), places))
+
+    for content in tree(tmp_path / "out").values():
+        assert content == b"".join(b"%100d" % start for start in range(0, 4000, 100))
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), ExecutionError("x")])
+@pytest.mark.parametrize("force", [False, True])
+def test_an_error_leaves_everything_as_it_was(
+    tmp_path: Path, error: BaseException, *, force: bool
+) -> None:
+    final = tmp_path / "deep" / "er" / "out"
+    if force:
+        write(final, b"old")
+    before = tree(tmp_path)
+
+    def fail() -> None:
+        with atomic_directory(final, force=force) as directory:
+            directory.preallocate("a/b.bin", 100)
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+
+    assert tree(tmp_path) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == (["deep"] if force else [])
+
+
+def test_what_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    write(tmp_path / "out", b"old")
+
+    with pytest.raises(ExistsError, match=r"out: the directory exists and is not empty; .*--force"):
+        write(tmp_path / "out", b"new")
+
+    assert tree(tmp_path) == {"out/a/b.bin": b"old"}
+
+
+def test_with_force_the_old_content_is_replaced_only_at_the_end(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+    write(final, b"old")
+    (final / "other").write_bytes(b"x")
+    final.chmod(0o750)
+
+    with atomic_directory(final, force=True) as directory:
+        directory.preallocate("new", 1)
+        assert set(tree(final)) == {"a/b.bin", "other"}
+
+    assert tree(tmp_path) == {"out/new": b"\0"}
+    assert final.stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_empty_directory_is_used_up(tmp_path: Path, *, force: bool) -> None:
+    (tmp_path / "out").mkdir()
+
+    write(tmp_path / "out", b"new", force=force)
+
+    assert tree(tmp_path) == {"out/a/b.bin": b"new"}
+
+
+def test_something_that_appears_meanwhile_is_not_lost(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+
+    def collide() -> None:
+        with atomic_directory(final):
+            final.mkdir()
+            (final / "other").write_bytes(b"theirs")
+
+    with pytest.raises(ExistsError, match="appeared here meanwhile"):
+        collide()
+
+    assert tree(tmp_path) == {"out/other": b"theirs"}
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_file_is_never_replaced_by_a_directory(tmp_path: Path, *, force: bool) -> None:
+    (tmp_path / "out").write_bytes(b"precious")
+
+    with pytest.raises(ExistsError, match="is not a directory"):
+        write(tmp_path / "out", b"new", force=force)
+
+    assert tree(tmp_path) == {"out": b"precious"}
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "old").write_bytes(b"old")
+    (tmp_path / "out").symlink_to("real")
+
+    write(tmp_path / "out", b"new", force=True)
+
+    assert (tmp_path / "out").is_symlink()
+    assert tree(tmp_path / "real") == {"a/b.bin": b"new"}
+
+
+def test_an_output_that_would_delete_its_input_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "checkpoint", b"input")
+    before = tree(tmp_path)
+
+    for final in (tmp_path / "checkpoint", tmp_path):
+        with pytest.raises(ExistsError, match=r"would delete .*checkpoint"):
+            write(final, b"new", force=True, inputs=[tmp_path / "checkpoint"])
+
+    assert tree(tmp_path) == before
+
+
+def test_the_working_directory_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out", b"old")
+    monkeypatch.chdir(tmp_path / "out")
+
+    with pytest.raises(ExistsError, match="would delete"):
+        write(Path(), b"new", force=True)
+
+
+def test_a_file_is_written_once_and_inside_of_the_directory(tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "out") as directory:
+        directory.preallocate("a", 1)
+        with pytest.raises(ExistsError, match="a: the file is written twice"):
+            directory.preallocate("a", 1)
+        with pytest.raises(PlanError, match="no path below"):
+            directory.preallocate("../a", 1)
+        with pytest.raises(ExecutionError, match="b: written to before it was created"):
+            directory.write_exact("b", 0, b"x")
+
+
+def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ExecutionError, match=r"huge: no room for \d+ bytes"),
+        atomic_directory(tmp_path / "out") as directory,
+    ):
+        directory.preallocate("huge", 1 << 55)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_where_nothing_can_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ExecutionError, match="/proc/restride: cannot be created"):
+        write(Path("/proc/restride/out"), b"x")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises((ExecutionError, ExistsError)):
+        write(tmp_path / "file" / "out", b"x")
+
+    assert tree(tmp_path) == {"file": b""}
+
+
+def test_a_long_name_is_no_obstacle(tmp_path: Path) -> None:
+    write(tmp_path / ("n" * 255), b"new")
+
+    assert tree(tmp_path) == {"n" * 255 + "/a/b.bin": b"new"}
+
+
+def test_an_interrupt_from_the_keyboard_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from restride.storage.unfinished import unfinished_output\n"
+        "with unfinished_output(sys.argv[1], {}, lambda _: '') as place:\n"
+        "    place.begin([{}])\n"
+        "    place.files.preallocate('a', 1000)\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n"
+    assert len(list(tmp_path.iterdir())) == 1
+    child.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    child.communicate(timeout=30)
+
+    assert child.returncode != 0
+    assert time.monotonic() - started < 30
+    assert list(tmp_path.iterdir()) == []
+
+
+def failing_rename(
+    monkeypatch: pytest.MonkeyPatch, failures: dict[int, BaseException]
+) -> list[Path]:
+    """Let some calls of `Path.rename` fail, by their number; return the sources of all calls."""
+    calls: list[Path] = []
+    original = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if self.name == "journal.new":
+            return original(self, target)
+        calls.append(self)
+        if len(calls) in failures:
+            raise failures[len(calls)]
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    return calls
+
+
+@pytest.mark.parametrize("error", [OSError(16, "busy"), KeyboardInterrupt()])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_replacement_that_fails_half_way_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, call: int
+) -> None:
+    write(tmp_path / "out", b"old")
+    failing_rename(monkeypatch, {call: error})
+    expected = ExecutionError if isinstance(error, OSError) else KeyboardInterrupt
+
+    with pytest.raises(expected) as caught:
+        write(tmp_path / "out", b"new", force=True)
+
+    assert tree(tmp_path) == {"out/a/b.bin": b"old"}
+    assert expected is KeyboardInterrupt or str(caught.value) == (
+        f"{tmp_path / 'out'}: the finished output cannot be put in place (busy); "
+        "name a new directory below it as the output"
+    )
+
+
+def test_what_cannot_be_taken_back_is_kept_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out", b"old")
+    failing_rename(monkeypatch, {2: OSError(5, "broken"), 3: OSError(5, "broken")})
+
+    with pytest.raises(
+        ExecutionError, match=r"cannot get back what was here, which is now (.*)"
+    ) as c:
+        write(tmp_path / "out", b"new", force=True)
+
+    kept = tmp_path / "out.partial" / "replaced"
+    assert str(kept) in str(c.value)
+    assert tree(kept) == {"a/b.bin": b"old"}
+
+    monkeypatch.undo()
+    with pytest.raises(ExistsError, match=r"out: an unfinished conversion of ckpt is here"):
+        write(tmp_path / "out", b"new")
+    assert tree(tmp_path / "out") == {"a/b.bin": b"old"}
+    write(tmp_path / "out", b"new", force=True)
+    assert tree(tmp_path) == {"out/a/b.bin": b"new"}
+
+
+def test_an_output_that_cannot_be_put_in_place_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_rename(monkeypatch, {1: OSError(18, "another device")})
+
+    with pytest.raises(ExecutionError, match=r"put in place \(another device\)"):
+        write(tmp_path / "out", b"new")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [38, 95, 22])
+def test_a_file_system_that_cannot_reserve_space_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(number, "not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+    write(tmp_path / "out", b"new")
+
+    assert tree(tmp_path) == {"out/a/b.bin": b"new"}
+
+
+def test_a_lost_write_is_an_error_before_anything_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out", b"old")
+
+    def lose(_: int) -> None:
+        raise OSError(5, "input/output error")
+
+    monkeypatch.setattr(os, "fsync", lose)
+
+    with pytest.raises(ExecutionError, match=r"cannot be made durable \(input/output error\)"):
+        write(tmp_path / "out", b"new", force=True)
+
+    assert tree(tmp_path) == {"out/a/b.bin": b"old"}
+
+
+def test_every_file_and_folder_is_synced_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    original = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    renamed = failing_rename(monkeypatch, {})
+
+    write(tmp_path / "out", b"new")
+
+    (path,) = map(str, renamed)
+    files = [name for name in synced if name.startswith(path)]
+    assert sorted(files) == [path, f"{path}/a", f"{path}/a/b.bin", f"{path}/seal"]
+    assert files == [*sorted(files[:2]), *sorted(files[2:], reverse=True)]
+    assert synced[-1] == str(tmp_path)
+
+
+def test_a_folder_in_the_place_of_a_file_is_an_error(tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "out") as directory:
+        directory.preallocate("a", 1)
+        with pytest.raises(ExistsError):
+            directory.preallocate("a/b", 1)
+        with pytest.raises(ExecutionError, match="cannot be created"):
+            directory.preallocate("n" * 300, 1)
