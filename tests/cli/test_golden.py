@@ -28,6 +28,8 @@ COMMANDS = {
     ),
     "layouts-bigcode-qkv": ("layouts", "bigcode-qkv"),
     "layouts-padded": ("layouts", "padded"),
+    "layouts-checkpoint": ("layouts", "codegen-tp2-dp2", "--tp", "1"),
+    "help-layouts-checkpoint": ("layouts", "codegen-tp2-dp2", "--help"),
     "demo": ("demo",),
     **{
         f"help-{name}": (name, "--help")
