@@ -161,8 +161,8 @@ def build_layers(variant: dict[str, Any], tp_rank: int, group: Any) -> list[Any]
     return [made[name]() for name in names]
 
 
-def train(rank: int, variant: dict[str, Any], out: str) -> None:
-    """Train two batches and save, in one process."""
+def start(rank: int, variant: dict[str, Any]) -> tuple[Any, Any]:
+    """Make the engine, and say where in the pipeline this process is."""
     import deepspeed
     import torch
     from deepspeed.pipe import PipelineModule
@@ -170,7 +170,6 @@ def train(rank: int, variant: dict[str, Any], out: str) -> None:
         PipeDataParallelTopology,
         PipeModelDataParallelTopology,
     )
-    from safetensors.torch import save_file
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
@@ -208,6 +207,14 @@ def train(rank: int, variant: dict[str, Any], out: str) -> None:
         **variant["config"],
     }
     engine, *_ = deepspeed.initialize(model=module, model_parameters=trained, config=config)
+    return engine, place
+
+
+def train(rank: int, variant: dict[str, Any], out: str) -> None:
+    """Train two batches and save, in one process."""
+    import torch
+
+    engine, place = start(rank, variant)
     generator = torch.Generator().manual_seed(place.data)
     is_embedded = variant["layers"][0] == "embed"
 
@@ -220,6 +227,24 @@ def train(rank: int, variant: dict[str, Any], out: str) -> None:
     for _ in range(2):
         engine.train_batch(batches())
     engine.save_checkpoint(out, tag="step", client_state={"epoch": 3})
+    save_reference(engine, place, out)
+
+
+def resume(rank: int, variant: dict[str, Any], out: str) -> None:
+    """Load a checkpoint of other ranks, and save what the engine holds then."""
+    engine, place = start(rank, variant)
+    path, client = engine.load_checkpoint(variant["load"])
+    if path is None or client["epoch"] != 3:
+        message = f"the engine loaded {path}, with {client}"
+        raise RuntimeError(message)
+    save_reference(engine, place, out)
+
+
+def save_reference(engine: Any, place: Any, out: str) -> None:
+    """Save what the engine says that its parameters and states are; one file for each stage."""
+    import torch
+    from safetensors.torch import save_file
+
     if hasattr(engine.optimizer, "fp32_groups_flat_partition") or engine.zero_optimization():
         if engine.zero_optimization():
             # Fragments are linked after the step of the first group, without those of the others.
@@ -230,11 +255,13 @@ def train(rank: int, variant: dict[str, Any], out: str) -> None:
         state = engine.optimizer.state
         reference = {
             f"{name}/{key}": value.detach().clone()
-            for name, parameter in module.named_parameters()
+            for name, parameter in engine.module.named_parameters()
             for key, value in {"fp32": parameter, **state[parameter]}.items()
         }
     if place.data == 0:
-        save_file(reference, f"{out}/reference_pp{place.pipe}_tp{tp_rank}.safetensors")
+        Path(out).mkdir(exist_ok=True)
+        tp = getattr(place, "model", 0)
+        save_file(reference, f"{out}/reference_pp{place.pipe}_tp{tp}.safetensors")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

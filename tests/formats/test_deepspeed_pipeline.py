@@ -235,6 +235,34 @@ def test_all_states_convert_and_stay_what_they_are(name, tmp_path):
         assert np.array_equal(array, written[key]), key
 
 
+@pytest.mark.parametrize("name", ["tied_z1", "shared_z1"])
+def test_a_sharded_form_of_layers_is_refused_with_what_works(name, tmp_path):
+    with pytest.raises(UnsupportedError, match="a file for each layer") as caught:
+        api.convert(RECORDED / name, tmp_path / "out", to="deepspeed", tp=1, dp=1, zero=1)
+
+    assert "--to universal" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_universal_folder_has_the_stages_and_says_that_buffers_are_lost(tmp_path):
+    report = api.convert(RECORDED / "tied_z1", tmp_path / "out", to="universal")
+
+    lost = [finding for finding in report.findings if finding.kind == "not-carried"]
+    assert [finding.details["names"] for finding in lost] == [["1.positions", "3.positions"]]
+    source, read = (api.open(path) for path in (RECORDED / "tied_z1", tmp_path / "out"))
+    assert str(read.mesh) == "pp=2,tp=1"
+    assert {t.name for t in read.tensors} == {t.name for t in source.tensors if t.kind != "buffer"}
+    groups = [catalog.values["optimizer"]["param_groups"] for catalog in (source, read)]
+    assert [set(group["params"]) for group in groups[0]] == [
+        set(group["params"]) for group in groups[1]
+    ]
+
+
+def test_an_engine_of_zero_3_has_no_stages(tmp_path):
+    with pytest.raises(UnsupportedError, match="2 pipeline stages"):
+        api.convert(RECORDED / "tied_z1", tmp_path / "out", to="universal", stage=3)
+
+
 def test_old_files_say_the_stages_by_their_layers(copied):
     """Before `checkpoint_parallel_dimensions`, the layer files told the tensor-parallel ranks."""
     folder = copied("tensor_z1")

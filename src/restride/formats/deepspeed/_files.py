@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["ExpertFile", "LayerFile", "OptimizerFile", "TagFolder", "find_tag", "list_files"]
+__all__ = [
+    "ExpertFile",
+    "LayerFile",
+    "OptimizerFile",
+    "TagFolder",
+    "find_tag",
+    "is_layer_file",
+    "list_files",
+]
 
 _MODEL: Final = re.compile(r"mp_rank_(\d{1,6})_model_states\.pt")
 _ZERO3_MODEL: Final = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
@@ -105,6 +113,11 @@ class TagFolder:
     experts: list[ExpertFile] = field(default_factory=list)
     layers: list[LayerFile] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+
+
+def is_layer_file(name: str) -> bool:
+    """Whether a path is that of a pipeline layer, by its last part."""
+    return _LAYER.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def find_tag(path: Path) -> tuple[Path, str]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from restride.checkpoint.values import OrderedDictValue
 from restride.errors import CorruptError, FormatError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
-from restride.formats.deepspeed._layers import assemble_modules
+from restride.formats.deepspeed._layers import StageModules, assemble_modules
 from restride.formats.deepspeed._model import read_model_file
 from restride.formats.deepspeed._optimizer import FLAT_FP32
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from restride.algebra.layout import Shape
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._files import TagFolder
-    from restride.formats.deepspeed._layers import StageModules
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._optimizer import ZeroFile
 
@@ -149,6 +149,8 @@ def read_stages(
     grid: Grid,
     opened: Sequence[OpenedModel],
     zeros: Mapping[tuple[int, int], ZeroFile],
+    *,
+    has_weights: bool = True,
 ) -> Iterator[Stage]:
     """Read the model files of each stage, with the modules that are in layer files.
 
@@ -158,6 +160,7 @@ def read_stages(
         grid: The model-parallel ranks.
         opened: Model files of these ranks.
         zeros: Optimizer file of each (data-parallel, model-parallel) rank.
+        has_weights: Whether the weights of a pipeline must be there; universal folders lack them.
 
     Raises:
         FormatError: A file is none, or a part of it has another type than it must have.
@@ -171,7 +174,10 @@ def read_stages(
         for model in opened
         if model.root.get("param_shapes") is None
     }
-    if folder.layers or grid.stage_count > 1:
+    lacks_weights = any(model.root.get("module") is None for model in opened)
+    if lacks_weights and not has_weights and not folder.layers:
+        layers = (StageModules((OrderedDictValue(),) * grid.tp_size),) * grid.stage_count
+    elif folder.layers or grid.stage_count > 1:
         _require_layers(folder, grid, opened)
         roots = [
             [model.root for model in opened[pipe * grid.tp_size :][: grid.tp_size]]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import FileEntry, Finding, Region
-from restride.errors import CorruptError, FormatError, UnsupportedError
+from restride.errors import CorruptError, FormatError
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._files import find_tag, list_files
 from restride.formats.deepspeed._optimizer import read_zero_file
@@ -72,6 +72,8 @@ class Run:
         stage: ZeRO stage, where it is said.
         findings: What was noticed; readers add to it. All stages of a pipeline have one list.
         pipe: Number of the pipeline stage.
+        stage_count: Pipeline stages that it is of all at once, each with its own parameters; then
+            the model-parallel ranks of all of them count as tensor-parallel ranks.
         copies: Further copies of weights that several layers of this stage are tied to: the shard
             of each tensor-parallel rank.
         elsewhere: Names of tied weights that only other stages store.
@@ -90,6 +92,7 @@ class Run:
     pipe: int = 0
     copies: Mapping[str, Sequence[tuple[StoredTensor, ...]]] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
+    stage_count: int = 1
 
     @property
     def is_partitioned(self) -> bool:
@@ -116,27 +119,46 @@ class Run:
         return dp * self.tp_size + tp
 
 
-def open_run(root: Path) -> Run:
-    """Open the files of a checkpoint without pipeline stages.
+def open_run(root: Path, *, has_weights: bool = True) -> Run:
+    """Open the files of a checkpoint; those of all pipeline stages are one run.
+
+    It does for what is not cut: values, groups, names. The tensors of a pipeline are read from each
+    stage by itself.
+
+    Args:
+        root: The checkpoint folder, or that of one tag.
+        has_weights: Whether the weights of a pipeline must be there; universal folders lack them.
 
     Raises:
         FormatError: It is no DeepSpeed checkpoint, or a file is not what its name says.
         CorruptError: Files contradict each other, or the weights of a rank are missing.
-        UnsupportedError: It is a DeepSpeed checkpoint of a kind that cannot be read, or of more
-            than one pipeline stage.
+        UnsupportedError: It is a DeepSpeed checkpoint of a kind that cannot be read.
     """
-    runs = open_stages(root)
-    if len(runs) > 1:
-        raise UnsupportedError(
-            f"is of a run with {len(runs)} pipeline stages",
-            where=str(runs[0].folder.path),
-            remedy="convert it with --to safetensors",
-        )
-    return runs[0]
+    runs = open_stages(root, has_weights=has_weights)
+    first, tp_size = runs[0], runs[0].tp_size
+    if len(runs) == 1:
+        return first
+    return replace(
+        first,
+        tp_size=tp_size * len(runs),
+        models=tuple(
+            replace(model, tp=run.pipe * tp_size + model.tp) for run in runs for model in run.models
+        ),
+        zeros={
+            (dp, run.pipe * tp_size + tp): replace(zero, tp=run.pipe * tp_size + tp)
+            for run in runs
+            for (dp, tp), zero in run.zeros.items()
+        },
+        stage_count=len(runs),
+    )
 
 
-def open_stages(root: Path) -> tuple[Run, ...]:
+def open_stages(root: Path, *, has_weights: bool = True) -> tuple[Run, ...]:
     """Open the files of a checkpoint; those of each pipeline stage are a run of their own.
+
+    Args:
+        root: The checkpoint folder, or that of one tag.
+        has_weights: Whether the weights of a pipeline must be there; universal folders lack them.
 
     Raises:
         FormatError: It is no DeepSpeed checkpoint, or a file is not what its name says.
@@ -159,7 +181,7 @@ def open_stages(root: Path) -> tuple[Run, ...]:
         )
         for rank, file in chosen
     }
-    stages = read_stages(folder, files.open, grid, own, zeros)
+    stages = read_stages(folder, files.open, grid, own, zeros, has_weights=has_weights)
     stage = agreed(((zero.stage, zero.name) for zero in zeros.values()), "zero_stage")
     runs = tuple(
         Run(

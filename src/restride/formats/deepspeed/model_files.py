@@ -100,13 +100,16 @@ def read_model_files(folder: Path, below: str) -> ModelFiles | None:
     listed = list_files(folder, "")
     if not listed.models and not listed.partitioned:
         return None
-    run = open_run(folder)
+    run = open_run(folder, has_weights=False)
     first = run.models[0]
     experts = read_experts(first.root.get("ds_autoep_layers") or first.root.get("autoep_layers"))
     expert_files = ExpertFiles(run, experts)
     findings: list[Finding] = []
+    has_modules = any(model.dtypes for model in run.models)  # a pipeline has them in layer files
     try:
-        tensors = tuple(read_tensors(run, experts, expert_files, Partitions()))
+        tensors = (
+            tuple(read_tensors(run, experts, expert_files, Partitions())) if has_modules else ()
+        )
     except UnsupportedError as error:
         message = f"the weights as they were trained are left out: {error}"
         findings.append(Finding("warning", "not-read", message, first.name))

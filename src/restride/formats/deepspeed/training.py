@@ -14,6 +14,8 @@ from restride.errors import UnsupportedError
 from restride.formats.deepspeed import _model, _optimizer
 from restride.formats.deepspeed._run import open_run
 from restride.formats.deepspeed._settings import group_order, is_round_robin
+from restride.formats.deepspeed._training_whole import with_whole_optimizer
+from restride.formats.deepspeed._whole import read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -59,16 +61,20 @@ def read_training(catalog: Catalog) -> Training:
     """Read again, from the files of a catalog, what goes with its tensors.
 
     Args:
-        catalog: What `read_catalog` gave for a checkpoint of ZeRO-1, ZeRO-2 or ZeRO-3.
+        catalog: What `read_catalog` gave for a checkpoint of any ZeRO stage.
 
     Raises:
-        UnsupportedError: It has no optimizer files, or no parameter groups in them.
+        UnsupportedError: It has no optimizer, or no parameter groups in its files, or the
+            optimizer's states have no names (ZeRO-0).
         FormatError, CorruptError, ExecutionError: As for `read_catalog`.
 
     Cost:
         The metadata of every file is read once more, no tensor is.
     """
     run = open_run(Path(catalog.root))
+    whole = read_whole(run)
+    if whole is not None:
+        return with_whole_optimizer(read_model_training(run, catalog), whole)
     zero = next(iter(run.zeros.values()), None)
     if zero is None or run.models[0].param_shapes is None:
         raise UnsupportedError(
@@ -98,7 +104,7 @@ def read_model_training(run: Run, catalog: Catalog) -> Training:
     return Training(
         tag=run.folder.below.removesuffix("/") or run.root.resolve().name,
         dtype=_dtype(catalog, first),
-        order=tuple(name for name, _ in first.root.at("module").items()),
+        order=_order(run),
         groups=(),
         optimizer={},
         ranks=tuple(_rank(model) for model in run.all_models),
@@ -106,6 +112,12 @@ def read_model_training(run: Run, catalog: Catalog) -> Training:
         described=dict(_described(first.root.get(_INFO))),
         experts=tuple(_experts(first.root)),
     )
+
+
+def _order(run: Run) -> tuple[str, ...]:
+    """Names of the module; every stage of a pipeline has its own, and tied ones."""
+    names = (name for model in run.models for name, _ in model.root.at("module").items())
+    return tuple(dict.fromkeys(names))
 
 
 def _dtype(catalog: Catalog, model: ModelFile) -> DType:
@@ -125,7 +137,7 @@ def _groups(run: Run, zero: ZeroFile) -> Iterator[ParameterGroup]:
     # Ranks may hold nothing of a parameter, and have other sub-groups then.
     own = {file.tp: file for file in reversed(run.zeros.values())}
     names = [_names(run, own[model.tp], model) for model in run.models if model.tp in own]
-    module = [name for name, _ in run.models[0].root.at("module").items()]
+    module = _order(run)
     parts: list[list[Group]] = [[] for _ in zero.param_groups]
     for parent, flat in zip(zero.parents, zero.groups, strict=True):
         parts[parent].append(flat)

@@ -92,6 +92,12 @@ def lay_out(catalog: Catalog, training: Training, *, is_partitioned: bool) -> Ex
     root = Path(catalog.root)
     is_universal = catalog.format.startswith(FORMAT)
     run = open_run(root / find_folder(root) if is_universal else root)
+    if run.stage_count > 1 and is_partitioned:
+        raise UnsupportedError(
+            f"is of {run.stage_count} pipeline stages, which an engine of ZeRO-3 does not have",
+            where=str(root),
+            remedy="choose --stage 1",
+        )
     companions = read_companions(run, catalog, training)
     source = read_source_state(run, is_universal=is_universal)
     if run.is_partitioned != is_partitioned:
@@ -111,8 +117,21 @@ def lay_out(catalog: Catalog, training: Training, *, is_partitioned: bool) -> Ex
     copies.write(writer.output, top, is_partitioned=is_partitioned)
     if run.is_partitioned and not is_partitioned:
         writer.findings.extend(rank_findings(training, range(run.tp_size)))
+    if run.is_of_pipeline:
+        writer.findings.extend(_lost_buffers(catalog))
     writer.output.add_file(LATEST, top.encode())
     return writer.output.finish(tuple(writer.findings))
+
+
+def _lost_buffers(catalog: Catalog) -> Iterator[Finding]:
+    """Tell of what is in the layer files of a pipeline alone, which no universal folder has."""
+    names = [tensor.name for tensor in catalog.tensors if tensor.kind == "buffer"]
+    if names:
+        message = (
+            f"a universal folder of a pipeline has no place for its {len(names)} buffers, such as "
+            f"{names[0]!r}: an engine that loads it keeps those that the model starts with"
+        )
+        yield Finding("warning", "not-carried", message, details={"names": names})
 
 
 class _Writer:

@@ -1,0 +1,101 @@
+"""Pipelines beside DeepSpeed's own converter, and the real engine with other stages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from restride import api
+from restride.testing.gather import gather_all
+
+from .test_universal import PEER, environment, files_below, require_same
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.interop
+
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "tests" / "data" / "deepspeed_pipeline"
+CONVERTED = ["shared_z1", "tensor_z1", "tied_z1"]
+# The last stage stops the peer: it looks for the shapes in the model files, and the file of
+# BF16_Optimizer without ZeRO has them in the optimizer files.
+REFUSED = "bf16_z0"
+RESUME = """
+import sys
+from pathlib import Path
+
+import record_pipeline_checkpoints as scripts
+
+if __name__ == "__main__":
+    variant = scripts.VARIANTS["tied_z1"]
+    config = {**variant["config"], "checkpoint": {"load_universal": True}}
+    changed = {**variant, "pp": 1, "dp": 1, "ranks": 1, "config": config, "load": sys.argv[1]}
+    scripts.record(changed, Path(sys.argv[2]), scripts.resume)
+"""
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What DeepSpeed's own converter makes of pipelines."""
+    out = tmp_path_factory.mktemp("peer")
+    command = [sys.executable, "-c", PEER, RECORDED, out, out / "failed.json"]
+    subprocess.run(
+        [*command, *CONVERTED, REFUSED], check=True, capture_output=True, env=environment()
+    )
+    return out
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_every_tensor_of_every_stage_is_that_of_the_peer(
+    name: str, peer: Path, tmp_path: Path
+) -> None:
+    theirs = peer / name / "step"
+
+    api.convert(RECORDED / name, tmp_path / "ours", to="universal")
+
+    ours = tmp_path / "ours" / "step_universal"
+    for file in sorted(files_below(theirs)):
+        a, b = (torch.load(folder / file, weights_only=False) for folder in (ours, theirs))
+        require_same(a, b, file)
+    # The peer has no frozen weights of pipelines: it looks for them in the model files.
+    frozen = {tensor.name for tensor in api.open(RECORDED / name).tensors if tensor.is_frozen}
+    added = files_below(ours) - files_below(theirs)
+    assert added == {f"zero/{tensor}/fp32.pt" for tensor in frozen}
+
+
+def test_what_the_peer_cannot_convert_is_converted(peer: Path, tmp_path: Path) -> None:
+    assert "param_shapes must contain dictionaries" in (peer / "failed.json").read_text()
+
+    api.convert(RECORDED / REFUSED, tmp_path / "ours", to="universal")
+
+    source, ours = (gather_all(api.open(path)) for path in (RECORDED / REFUSED, tmp_path / "ours"))
+    expected = {key for key in source if not key.endswith("/weight")}
+    assert expected == ours.keys()
+    for key in expected:
+        assert ours[key].tobytes() == source[key].tobytes(), key
+
+
+def test_the_real_engine_resumes_two_stages_on_one(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    api.convert(RECORDED / "tied_z1", tmp_path / "ours", to="universal")
+
+    script = tmp_path / "resume.py"
+    script.write_text(RESUME)
+    subprocess.run(
+        [sys.executable, script, tmp_path / "ours", tmp_path / "held"],
+        check=True,
+        capture_output=True,
+        env={**environment(), "PYTHONPATH": str(ROOT / "scripts")},
+    )
+
+    held = load_file(tmp_path / "held" / "reference_pp0_tp0.safetensors")
+    saved = [load_file(file) for file in sorted((RECORDED / "tied_z1").glob("reference_*"))]
+    assert len(saved) == 2
+    assert held.keys() == saved[0].keys() | saved[1].keys()
+    for stage in saved:
+        for key, tensor in stage.items():
+            assert torch.equal(held[key], tensor), key
