@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from restride.algebra.serial import layout_to_json
 from restride.algebra.signature import same_layout
 from restride.api import open as open_checkpoint
 from restride.layouts.presets import autotp_layouts
@@ -74,9 +75,39 @@ def test_machines_get_the_shards_of_every_rank(checkpoint: Path) -> None:
         "after": "codegen-qkv over tp",
         "shards": [[24, 32]] * 4,
         "how": "preset codegen without its plan",
+        "layout": layout_to_json(
+            find_cut(open_checkpoint(checkpoint), Cut(4, config)).layouts[QKV]
+        ),
     }
     names = [name for kind in content["kinds"] for name in kind["tensors"]]
     assert names == [tensor.name for tensor in open_checkpoint(checkpoint).tensors]
+
+
+def test_without_ranks_the_families_of_each_cut_are_listed(checkpoint: Path) -> None:
+    ran = run("layouts", checkpoint.name)
+    kinds = {kind["pattern"]: kind for kind in run("layouts", "ckpt", "--json").json["kinds"]}
+
+    assert (ran.code, ran.err) == (0, "")
+    assert line_of(ran.out, QKV).endswith("96x32   codegen-qkv with a multiple of 8 heads")
+    assert line_of(ran.out, "transformer.h.0.mlp.fc_in.bias").endswith(
+        "128     split of dimension 0 evenly, or split of dimension 0 by heads: 2, 4, 8, 16, 32, "
+        "64, or chunked of dimension 0 rounded up"
+    )
+    assert ran.out.splitlines()[-1] == (
+        "split of dimension 1 evenly: told apart where rows do not divide: the first ranks get one "
+        "more"
+    )
+    fused = kinds["transformer.h.*.attn.qkv_proj.weight"]
+    assert fused["tensors"] == [QKV]
+    assert fused["shape"] == [96, 32]
+    assert fused["families"] == [
+        {
+            "name": "codegen-qkv",
+            "also": [],
+            "text": "codegen-qkv with a multiple of 8 heads",
+            "apart": "",
+        }
+    ]
 
 
 def test_uneven_shards_are_counted(checkpoint: Path) -> None:
@@ -208,7 +239,8 @@ def test_a_rule_file_that_is_none_is_refused(checkpoint: Path, content: bytes, w
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), "missing option '--tp'"),
+        (("--plan",), "say how many ranks the next run has: --tp"),
+        (("--grain", "4"), "say how many ranks the next run has: --tp"),
         (("--tp", "0"), "0 is not in the range x>=1"),
         (("--tp", "4", "--grain", "0"), "0 is not in the range x>=1"),
         (("--tp", "4", "--config", "none.json"), "none.json: cannot be opened"),

@@ -1,4 +1,4 @@
-"""``restride layouts CHECKPOINT``: how the next run would cut it, before anything is converted."""
+"""``restride layouts CHECKPOINT``: what its cuts are called, and how the next run would cut it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import click
 
 from restride import api
+from restride.algebra.serial import layout_to_json
 from restride.cli.contents import finding_to_json, show_findings, show_headline
 from restride.cli.cut_options import cut_options
 from restride.cli.exits import ExitCode
+from restride.cli.families import show_families
 from restride.cli.options import json_option
 from restride.cli.output import Column, open_page, write_json
 from restride.cli.picture import format_shape
@@ -21,7 +23,6 @@ from restride.layouts.presets import name_pattern
 from restride.targets import Cut, find_cut
 
 if TYPE_CHECKING:
-
     from restride.algebra.layout import Layout
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.retarget import Retargeted
@@ -38,14 +39,14 @@ def command_for(checkpoint: str) -> click.Command:
         "--tp",
         type=click.IntRange(min=1),
         metavar="N",
-        required=True,
-        help="Tensor-parallel ranks of the next run.",
+        help="Tensor-parallel ranks of the next run. Default: show what the cuts that there are "
+        "belong to.",
     )
     @cut_options
     @json_option
     def command(
         *,
-        tp: int,
+        tp: int | None,
         config: str | None,
         rules: str | None,
         plan: bool | None,
@@ -54,9 +55,15 @@ def command_for(checkpoint: str) -> click.Command:
     ) -> int:
         """How the next run cuts this checkpoint, and who says so.
 
-        Nothing is converted. One line stands for the same parameter of all layers.
+        Nothing is converted. One line stands for the same parameter of all layers. Without --tp,
+        shows the families of layouts that each cut belongs to: what the checkpoint alone says of
+        other ranks.
         """
         catalog = api.open(checkpoint)
+        if tp is None:
+            if (config, rules, plan, grain) != (None,) * 4:
+                raise click.UsageError("say how many ranks the next run has: --tp")
+            return show_families(checkpoint, catalog, as_json=as_json)
         found = find_cut(catalog, Cut(tp, config, rules, plan, grain))
         kinds = _kinds(catalog, found)
         if as_json:
@@ -115,6 +122,7 @@ class _Kind:
             "after": describe_layout(self.after),
             "shards": [list(self.after.shard_shape(r)) for r in range(self.after.rank_count)],
             "how": self.how,
+            "layout": layout_to_json(self.after),
         }
 
 

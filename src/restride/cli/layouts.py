@@ -58,8 +58,8 @@ def command(context: click.Context, *, as_json: bool) -> None:
     """The catalogue of known layouts, drawn as pieces.
 
     Without NAME, lists them. With NAME alone, draws a small example; with the options of that
-    layout, draws, proves and prints yours. With a CHECKPOINT and --tp, shows how another number of
-    tensor-parallel ranks would cut it, and what decides that.
+    layout, draws, proves and prints yours. With a CHECKPOINT, shows which layouts its cuts are;
+    with --tp, how another number of tensor-parallel ranks would cut it, and what decides that.
     """
     if context.invoked_subcommand is not None:
         return

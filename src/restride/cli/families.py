@@ -1,0 +1,85 @@
+"""The families of layouts that the cuts of a checkpoint belong to, and what tells them apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from restride.cli.contents import show_headline
+from restride.cli.exits import ExitCode
+from restride.cli.output import Column, open_page, write_json
+from restride.cli.picture import format_shape
+from restride.layouts.presets import name_pattern
+from restride.layouts.recognition import recognize
+
+if TYPE_CHECKING:
+    from restride.algebra.layout import Layout
+    from restride.checkpoint.catalog import Catalog
+    from restride.layouts.recognition import Recognized
+
+__all__ = ["show_families"]
+
+
+def show_families(path: str, catalog: Catalog, *, as_json: bool) -> ExitCode:
+    """Write one line for each kind of tensor with every family that its cut belongs to."""
+    kinds: dict[tuple[str, Layout], list[str]] = {}
+    for tensor in catalog.tensors:
+        kinds.setdefault((name_pattern(tensor.name), tensor.layout), []).append(tensor.name)
+    known = {layout: recognize(layout) for _, layout in kinds}
+    if as_json:
+        write_json(
+            {
+                "kinds": [
+                    {
+                        "pattern": pattern,
+                        "tensors": names,
+                        "shape": list(layout.full_shape),
+                        "families": [_to_json(family) for family in known[layout]],
+                    }
+                    for (pattern, layout), names in kinds.items()
+                ]
+            }
+        )
+        return ExitCode.OK
+    page = open_page()
+    show_headline(page, path, catalog)
+    page.line()
+    columns = [Column("tensor"), Column("count", is_number=True), Column("shape"), Column("cut")]
+    rows = [
+        [
+            names[0] if len(names) == 1 else pattern,
+            str(len(names)),
+            format_shape(layout.full_shape),
+            _in_words(known[layout]),
+        ]
+        for (pattern, layout), names in kinds.items()
+    ]
+    page.table(columns, rows)
+    apart = {
+        f"{_rule(family)}: {family.apart}"
+        for families in known.values()
+        for family in families
+        if family.apart
+    }
+    if apart:
+        page.line()
+    for line in sorted(apart):
+        page.line(line)
+    return ExitCode.OK
+
+
+def _in_words(families: tuple[Recognized, ...]) -> str:
+    return ", or ".join(family.text for family in families) or "of no family that is known"
+
+
+def _rule(family: Recognized) -> str:
+    """A family without its numbers."""
+    return family.text.partition(":")[0]
+
+
+def _to_json(family: Recognized) -> dict[str, object]:
+    return {
+        "name": family.name,
+        "also": list(family.also),
+        "text": family.text,
+        "apart": family.apart,
+    }
