@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 from restride.errors import RestrideError
 from restride.formats.deepspeed._placement import REPLICATED, ROW_PARALLEL, VOCABULARY
-from restride.formats.deepspeed._writing import keyed
 from restride.formats.deepspeed.maps import MAP_VERSION
 from restride.formats.deepspeed.maps_out import to_affine_map
 from restride.layouts._arguments import find_mesh_axis
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from restride.algebra.layout import Layout
     from restride.checkpoint.values import Value
-    from restride.formats.deepspeed._writing import Writing
 
 __all__ = ["universal_info"]
 
@@ -37,26 +35,25 @@ _MATRIX: Final = 2
 _MOST_BOXES: Final = 1 << 18
 
 
-def universal_info(writing: Writing) -> dict[Value, Value] | None:
+def universal_info(
+    parameters: Mapping[str, Layout], described: Mapping[str, Value]
+) -> dict[Value, Value]:
     """Describe the layouts of the target as DeepSpeed's own converter reads them.
+
+    Args:
+        parameters: How the tensor-parallel ranks cut each parameter, by name.
+        described: What the source says besides.
 
     Raises:
         UnsupportedError: A layout has no words in DeepSpeed's format.
     """
-    if writing.target.tp == 1:
-        return None
-    layouts = {
-        f"^{re.escape(tensor.name)}$": (tensor.name, writing.layouts[tensor.name])
-        for tensor in writing.tensors.values()
-        if tensor.kind == "parameter"
-    }
+    layouts = {f"^{re.escape(name)}$": (name, layout) for name, layout in parameters.items()}
     dims = {pattern: _cut_dim(layout) for pattern, (_, layout) in layouts.items()}
     parts = {
         pattern: found
         for pattern, (_, layout) in layouts.items()
         if dims[pattern] is not None and (found := _sub_params(layout)) is not None
     }
-    described = writing.training.described
     rows = {
         pattern: layout.full_shape[0]
         for pattern, (name, layout) in layouts.items()
@@ -67,7 +64,7 @@ def universal_info(writing: Writing) -> dict[Value, Value] | None:
     vocabulary = described.get(_VOCABULARY_SIZE) or next(iter(rows.values()), None)
     info: dict[Value, Value] = {
         _VERSION: _CURRENT_VERSION,
-        **keyed(described),
+        **dict(described.items()),
         ROW_PARALLEL: _listed(
             pattern
             for pattern, (_, layout) in layouts.items()

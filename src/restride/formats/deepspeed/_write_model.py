@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from restride.checkpoint.values import OrderedDictValue, SizeValue
 from restride.formats.deepspeed._settings import round_robin_order
-from restride.formats.deepspeed._write_maps import universal_info
 from restride.formats.deepspeed._writing import keyed
 from restride.storage.torch_output import FileDraft
 
@@ -110,9 +109,8 @@ def common_entries(writing: Writing, rank: ModelRank, tp: int) -> dict[Value, Va
         "mp_world_size": target.tp,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": target.tp},
     }
-    info = universal_info(writing)
-    if info is not None:
-        entries["universal_checkpoint_info"] = info
+    if writing.universal_info is not None:
+        entries["universal_checkpoint_info"] = writing.universal_info
     return {**entries, **keyed(rank.values)}
 
 

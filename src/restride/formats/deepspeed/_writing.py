@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from restride.checkpoint.selection import Selected
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._settings import is_bf16, is_round_robin, uses_bf16_optimizer
+from restride.formats.deepspeed._write_maps import universal_info
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +30,7 @@ WEIGHT = "weight"
 FP32 = "fp32"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Writing:
     """One conversion into DeepSpeed's sharded form.
 
@@ -59,6 +61,22 @@ class Writing:
         first = self.training.ranks[0]
         stored = first.values.get("ds_config")
         return None if stored is None else Field(stored, f"{first.where}: ds_config")
+
+    @cached_property
+    def universal_info(self) -> dict[Value, Value] | None:
+        """What all model files say of the cut, where tensor-parallel ranks cut anything.
+
+        Raises:
+            UnsupportedError: A layout has no words in DeepSpeed's format.
+        """
+        if self.target.tp == 1:
+            return None
+        parameters = {
+            name: self.layouts[name]
+            for name, tensor in self.tensors.items()
+            if tensor.kind == "parameter"
+        }
+        return universal_info(parameters, self.training.described)
 
     @property
     def is_lean(self) -> bool:
