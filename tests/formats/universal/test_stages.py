@@ -100,10 +100,10 @@ def groups_of(path):
     target=st.sampled_from([1, 3, None]),
 )
 def test_every_state_survives_every_pair_of_stages(tmp_path_factory, data, dp, tp, source, target):
-    parameters = {"norm": parameter(0, (3,), group=data.draw(st.integers(0, 1)))}
+    parameters = {"first": parameter(0, (2,))}
+    parameters["norm"] = parameter(5_000, (3,), group=data.draw(st.integers(0, 1)))
     for number in range(3):
-        smallest = int(source == 3)
-        widths = tuple(data.draw(st.lists(st.integers(smallest, 3), min_size=tp, max_size=tp)))
+        widths = tuple(data.draw(st.lists(st.integers(0, 3), min_size=tp, max_size=tp)))
         dim = data.draw(st.integers(0, 1))
         shape = (max(sum(widths), 1), 3) if dim == 0 else (3, max(sum(widths), 1))
         cut = (dim, widths) if sum(widths) else None
@@ -152,7 +152,7 @@ def test_there_and_back_is_the_same(tmp_path, tp):
 def test_the_files_are_those_that_an_engine_of_zero_3_looks_for(tmp_path):
     made = converted(written(tmp_path / "in", 1), tmp_path / "out", 3)
 
-    assert files_below(made) == {
+    assert files_below(made) - {"restride.json"} == {
         "latest_universal",
         "step_universal/zero_pp_rank_0_mp_rank_00_model_states.pt",
         "step_universal/zero_pp_rank_0_mp_rank_01_model_states.pt",
