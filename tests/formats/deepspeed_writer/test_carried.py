@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
 from restride import api
 from restride.checkpoint.values import OrderedDictValue
 from restride.errors import CorruptError, RestrideError, UnsupportedError
+from restride.formats.deepspeed.reader import read_catalog
+from restride.formats.deepspeed.target import DeepSpeedTarget
+from restride.formats.deepspeed.training import read_training
+from restride.formats.deepspeed.writer import lay_out
+from restride.layouts.replicated import replicated
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.contents import file_content
+from restride.testing.exporting import write_export
 from restride.testing.gather import gather_all
 from restride.testing.saved_values import Array, edit_file
 from restride.testing.zero_files import (
@@ -329,3 +337,59 @@ def test_weights_alone_are_no_training(tmp_path):
 
     with pytest.raises(RestrideError, match="no optimizer"):
         convert(tmp_path, tp=1, dp=1)
+
+
+# Biases that layers store divided by the number of ranks.
+
+
+def lay_out_halved(folder):
+    """Lay out for two ranks, of which each holds half of every value of a bias."""
+    source, target = read_catalog(folder), DeepSpeedTarget(2, 1, 1)
+    layouts = {
+        tensor.name: replicated(
+            tensor.layout.full_shape,
+            mesh=target.tp_mesh,
+            scale=Fraction(1, 2) if tensor.name == "o_proj.bias" else 1,
+        )
+        for tensor in source.tensors
+    }
+    return source, lay_out(source, read_training(source), target, layouts)
+
+
+def test_masters_follow_the_scale_of_the_target(tmp_path):
+    run = small_run(tp=1)
+    run.parameters["o_proj.bias"] = parameter((4,), 60_000)
+    for one in run.parameters.values():
+        del one.states["exp_avg"]
+    write_zero_run(tmp_path / "run", run)
+
+    write_export(*lay_out_halved(tmp_path / "run"), tmp_path / "out")
+
+    read = api.open(tmp_path / "out")
+    bias = next(tensor for tensor in read.tensors if tensor.name == "o_proj.bias")
+    assert {piece.scale for piece in bias.layout.all_pieces} == {Fraction(1, 2)}
+    for state in ("weight", "fp32"):
+        entry = bias.states[state]
+        (region, _) = entry.regions
+        with (tmp_path / "out" / read.files[region.file].name).open("rb") as file:
+            file.seek(region.start_nbytes)
+            shard = np.frombuffer(file.read(16), np.float32)
+        assert np.array_equal(shard, run.parameters["o_proj.bias"].states[state] / 2)
+
+
+def test_moments_do_not_follow_it_silently(tmp_path):
+    run = small_run(tp=1)
+    run.parameters["o_proj.bias"] = parameter((4,), 60_000)
+    write_zero_run(tmp_path / "run", run)
+
+    source, export = lay_out_halved(tmp_path / "run")
+
+    scales = {
+        tensor.name: {piece.scale for piece in tensor.layout.all_pieces}
+        for tensor in export.output.tensors
+    }
+    assert scales["o_proj.bias/exp_avg"] == {Fraction(2)}
+    with pytest.raises(
+        UnsupportedError, match=r"'exp_avg' changes by a factor of 2 .* lr \* \(1/2\)"
+    ):
+        write_export(source, export, tmp_path / "out")

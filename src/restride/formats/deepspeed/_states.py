@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from restride.algebra.canonical import canonicalize
 from restride.algebra.compose import chain
@@ -20,6 +20,7 @@ from restride.algebra.piece import Axis, Piece
 from restride.checkpoint.catalog import StateEntry
 from restride.errors import CorruptError, UnsupportedError
 from restride.layouts.flat import flat_chunks
+from restride.layouts.scaled import scaled_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._run import FileTable
 
 __all__ = ["flat_states", "group_states", "replicas_of", "stored_state", "whole_states"]
-
-# How a factor on the weights acts on what Adam keeps of their gradients (DESIGN.md, 4.1).
-_SCALE_POWERS: Final = {"weight": 1, "fp32": 1, "exp_avg": -1, "exp_avg_sq": -2}
 
 
 def stored_state(
@@ -96,7 +94,7 @@ def whole_states(
                     f"tp rank {rank} has {has} {name!r}, its weight has shape {shape}", where=where
                 )
             shards.append(shard)
-        states[name] = stored_state(_scaled(layout, name, where), shards, files, where)
+        states[name] = stored_state(scaled_state(layout, name, where), shards, files, where)
     return states
 
 
@@ -122,7 +120,7 @@ def flat_states(
     return {
         name: StateEntry(
             _one_dtype([_dtype_of(group, name, where) for _, group in groups], where),
-            _scaled(flat, name, where),
+            scaled_state(flat, name, where),
             _regions(groups, name, mesh, files),
         )
         for name in names
@@ -277,23 +275,6 @@ def _is_injective(shape: Shape, strides: Shape) -> bool:
                 return False
             reach += (size - 1) * stride
     return True
-
-
-def _scaled(layout: Layout, state: str, where: str) -> Layout:
-    """Apply the power of the scale that the state carries."""
-    if layout.is_exact or state == "fp32":
-        return layout
-    if state not in _SCALE_POWERS:
-        raise UnsupportedError(
-            f"is stored scaled by {layout.all_pieces[0].scale}, and how its state {state!r} "
-            "scales is not known",
-            where=where,
-        )
-    power = _SCALE_POWERS[state]
-    return replace(
-        layout,
-        all_pieces=tuple(replace(piece, scale=piece.scale**power) for piece in layout.all_pieces),
-    )
 
 
 def _dtype_of(group: Group, name: str, where: str) -> tuple[DType, str]:

@@ -12,6 +12,7 @@ from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._settings import is_bf16, is_round_robin, uses_bf16_optimizer
 from restride.formats.deepspeed._write_maps import universal_info
+from restride.layouts.scaled import scaled_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,8 +111,14 @@ class Writing:
         return not self.tensors[name].is_frozen and prod(self.shard_shape(name, tp)) > 0
 
     def state(self, tensor: TensorEntry, state: str, layout: Layout) -> OutputArray:
-        """Announce an optimizer state (or master copy) of a tensor, cut by `layout`."""
-        return self.output.array(self.selected(tensor, state), layout)
+        """Announce an optimizer state (or master copy) of a tensor, cut by `layout`.
+
+        Raises:
+            UnsupportedError: The source does not have it, or the target stores the tensor scaled
+                and how this state follows is not known.
+        """
+        scaled = scaled_state(layout, state, f"tensor {tensor.name!r}")
+        return self.output.array(self.selected(tensor, state), scaled)
 
     def selected(self, tensor: TensorEntry, state: str) -> Selected:
         """Where a state is read from.
