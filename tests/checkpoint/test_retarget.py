@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from math import prod
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from restride import layouts
+from restride import Axis, Layout, Piece, layouts
 from restride.algebra.coverage import Covered, prove
 from restride.algebra.signature import same_layout
 from restride.api import open as open_checkpoint
@@ -427,6 +428,54 @@ def test_a_grain_is_that_of_the_checkpoint_unless_another_is_given():
 )
 def test_a_request_that_is_none(options, words):
     refused(words, llama(2), LayoutError, **options)
+
+
+def test_one_rank_is_whole_by_rules_too():
+    found = retarget(llama(2), tp=1, rules=rules((K, "column", "heads = 4")))
+
+    assert found.layouts[K] == layouts.replicated((8, 16), mesh={"tp": 1})
+    assert (found.how[K], found.how[K1]) == (f'rule "{K}"', "whole")
+
+
+def test_a_model_that_autotp_refuses_is_refused_with_what_works():
+    whole = {"transformer.h.0.attn.c_attn.weight": layouts.replicated((16, 48), mesh={"tp": 1})}
+
+    refused(
+        "AutoTP refuses GPT-2|rule file with the layouts conv1d-column",
+        catalog_of(whole),
+        tp=2,
+        config={"model_type": "gpt2"},
+    )
+
+
+def test_names_that_no_preset_knows_are_refused_with_how_a_rule_is_written():
+    whole = {"tower.0.wi.weight": layouts.replicated((8, 8), mesh={"tp": 1})}
+
+    refused(
+        "none of the 1 parameters, such as 'tower.0.wi.weight', is one that the preset llama cuts"
+        '|match = "tower.*.wi.weight"',
+        catalog_of(whole),
+        tp=2,
+        config=LLAMA,
+    )
+    refused(
+        "give the config.json of the model (known are|yuan, gpt2), or write a rule",
+        catalog_of(whole),
+        tp=2,
+    )
+
+
+def test_a_cut_of_no_family_is_refused_or_followed_by_the_preset():
+    halves = [Piece((Axis(64, 1, 0, 1),), 64 * n, n, 0, Fraction(n + 1)) for n in range(2)]
+    odd = Layout.of({"tp": 2}, (8, 16), [(4, 16)] * 2, halves)
+    cut = autotp_layouts(LLAMA, SHAPES, mesh={"tp": 2}) | {K: odd}
+
+    refused(f"tensor {K!r}|it is of no family that is known", catalog_of(cut), tp=4, config=LLAMA)
+    found = retarget(catalog_of(cut), tp=4, config=LLAMA, plan=True)
+
+    assert found.how[K] == "preset llama"
+    (finding,) = found.findings
+    assert "cut it as no family that is known" in finding.message
 
 
 def grouped(model_type, heads=8, kv_heads=4, **more):

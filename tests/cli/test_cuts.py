@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from restride import Axis, Layout, Piece
 from restride.algebra.serial import layout_to_json
 from restride.algebra.signature import same_layout
 from restride.api import open as open_checkpoint
+from restride.errors import CoverageError
 from restride.layouts.presets import autotp_layouts
 from restride.targets import Cut, find_cut
+from restride.testing.catalogs import catalog_of
 from restride.testing.command_line import SAMPLE, run
 
 CODEGEN = {"model_type": "codegen", "n_head": 16, "n_embd": 32, "tie_word_embeddings": False}
@@ -256,6 +259,14 @@ def test_a_request_that_cannot_be_met_is_one_sentence(
     assert (ran.code, ran.out) == (2, "")
     assert words in ran.err
     assert len(ran.err.splitlines()) == 1
+
+
+def test_a_cut_that_loses_elements_is_refused_before_anything_is_written() -> None:
+    """A checkpoint whose map has a hole is kept as it is, and proved like everything else."""
+    holed = Layout.of({"tp": 1}, (4,), [(3,)], [Piece((Axis(3, 1, 0, 1),))])
+
+    with pytest.raises(CoverageError, match="tensor 'wte', as kept cuts it: "):
+        find_cut(catalog_of({"wte": holed}), Cut(1))
 
 
 def test_a_path_that_is_not_there_is_named(checkpoint: Path) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "SETTINGS",
     "Rule",
     "apply_rules",
+    "build_rule",
     "check_rule",
     "parameters_of",
 ]
@@ -100,14 +101,22 @@ def apply_rules(
         LayoutError: The layout refuses this shape or these ranks, located at the rule and the name.
     """
     for rule in rules:
-        if not rule.pattern.matches(name):
-            continue
-        try:
-            return _build(rule, name, shape, target, settings)
-        except LayoutError as error:
-            places = (rule.where, f"parameter {name!r}", f"layout {rule.layout}")
-            raise error.located(": ".join(place for place in places if place)) from None
+        if rule.pattern.matches(name):
+            return build_rule(rule, name, shape, target, settings)
     return None
+
+
+def build_rule(rule: Rule, name: str, shape: Shape, target: MeshAxis, settings: Settings) -> Layout:
+    """Build the layout of a parameter by a rule that matches its name.
+
+    Raises:
+        LayoutError: The layout refuses this shape or these ranks, located at the rule and the name.
+    """
+    try:
+        return _build(rule, name, shape, target, settings)
+    except LayoutError as error:
+        places = (rule.where, f"parameter {name!r}", f"layout {rule.layout}")
+        raise error.located(": ".join(place for place in places if place)) from None
 
 
 def parameters_of(layout: str) -> Mapping[str, Parameter]:

@@ -33,7 +33,7 @@ from restride.layouts.presets._match import NamePattern
 from restride.layouts.presets._rules import (
     SETTINGS,
     Rule,
-    apply_rules,
+    build_rule,
     check_rule,
     parameters_of,
 )
@@ -212,12 +212,10 @@ def matched_layouts(
             )
     found: dict[str, Matched] = {}
     for name, shape in shapes.items():
-        rule_of_it = next((rule for rule in resolved if rule.pattern.matches(name)), None)
-        if rule_of_it is None:
-            continue
-        layout = apply_rules((rule_of_it,), name, as_shape(shape), target, settings)
-        if layout is not None:
-            found[name] = Matched(rule_of_it.pattern.text, layout)
+        first = next((rule for rule in resolved if rule.pattern.matches(name)), None)
+        if first is not None:
+            layout = build_rule(first, name, as_shape(shape), target, settings)
+            found[name] = Matched(first.pattern.text, layout)
     return found
 
 
