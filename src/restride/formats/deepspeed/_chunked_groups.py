@@ -59,6 +59,9 @@ class ChunkedGroup:
         spread: Which ranks hold their shards.
         limit: ``sub_group_size`` of the engine.
 
+    Attributes:
+        spread: Which ranks hold their shards.
+
     Raises:
         CoverageError: A layout of the target is not whole.
         UnsupportedError: A state is missing, or is not one of a flat partition.
@@ -70,7 +73,7 @@ class ChunkedGroup:
     ) -> None:
         self._writing = writing
         self._group = group
-        self._spread = spread
+        self.spread = spread
         self._states = states_of(writing, number, group)
         self._arrays = {name: self._announce(name) for name in group.names}
         self._members = [self._split(cutter, limit) for cutter in range(spread.cutters)]
@@ -82,13 +85,20 @@ class ChunkedGroup:
         ]
 
     @property
+    def expert_group_name(self) -> str | None:
+        """What DeepSpeed calls the ranks that share experts, or None for other parameters."""
+        placed = self._writing.experts
+        is_expert = bool(self._group.names) and self._writing.is_expert(self._group.names[0])
+        return placed.group_name if placed is not None and is_expert else None
+
+    @property
     def most_sub_groups(self) -> int:
         """Number of sub-groups on the rank that has most."""
         return max(map(len, self._members))
 
     def shapes(self, rank: int) -> list[dict[str, Shape]]:
         """Shapes of the shards in each sub-group of a rank."""
-        cutter, _ = self._spread.place(rank)
+        cutter, _ = self.spread.place(rank)
         return [
             {name: self._shape(name, cutter) for name in members}
             for members in self._members[cutter]
@@ -96,7 +106,7 @@ class ChunkedGroup:
 
     def sub_groups(self, draft: FileDraft, rank: int) -> Iterator[tuple[Value, dict[Value, Value]]]:
         """Make the partition of the master weights and the states of each sub-group of a rank."""
-        cutter, partition = self._spread.place(rank)
+        cutter, partition = self.spread.place(rank)
         numbered = zip(self._members[cutter], self._scalars[cutter], strict=True)
         for members, scalars in numbered:
             own: dict[Value, Value] = {
@@ -111,7 +121,7 @@ class ChunkedGroup:
     def _split(self, cutter: int, limit: int) -> tuple[tuple[str, ...], ...]:
         """Names of each sub-group on a cutter; the optimizer does not own what is empty there."""
         numels = {name: prod(self._shape(name, cutter)) for name in self._group.names}
-        count = self._spread.partitions
+        count = self.spread.partitions
         widths = {name: -(-numel // count) for name, numel in numels.items() if numel}
         return tuple(sub_groups(widths, limit))
 
@@ -121,14 +131,14 @@ class ChunkedGroup:
     def _announce(self, name: str) -> dict[str, OutputArray]:
         """Announce all states of a parameter, over the ranks ``dp, tp``."""
         writing = self._writing
-        layout = chunks_of(writing.layouts[name], self._spread, writing.target)
+        layout = chunks_of(writing.layouts[name], self.spread, writing.target)
         tensor = writing.tensors[name]
         return {state: writing.state(tensor, state, layout) for state in self._states}
 
     def _scalar(self, state: str) -> OutputArray:
         """Announce a number of one sub-group, which the ranks that share it all store."""
         first = self._writing.tensors[self._group.names[0]]
-        ranks = Mesh((("part", self._spread.partitions),))
+        ranks = Mesh((("part", self.spread.partitions),))
         return self._writing.state(first, state, replicated((), mesh=ranks))
 
     def _flat(self, draft: FileDraft, members: tuple[str, ...], state: str, rank: int) -> Value:

@@ -12,6 +12,7 @@ those of deepspeed 0.19.8 `runtime/zero/stage3.py` and `runtime/zero/partition_p
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
@@ -26,10 +27,12 @@ from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from restride.checkpoint.dtypes import DType
+    from restride.checkpoint.training import ParameterGroup
     from restride.checkpoint.values import StoredTensor, Value
+    from restride.formats.deepspeed._spread import Spread
     from restride.formats.deepspeed._writing import Writing
     from restride.storage.torch_output import OutputArray
 
@@ -51,9 +54,8 @@ def write_chunks(writing: Writing) -> None:
         ExecutionError: The step of a parameter cannot be read.
     """
     limit = _sub_group_numel(writing)
-    spread = spread_dense(writing.target)
     groups = [
-        (ChunkedGroup(writing, number, group, spread, limit),)
+        tuple(_spread_alike(writing, number, group, limit))
         for number, group in enumerate(writing.training.groups)
     ]
     models = _ModelFiles(writing, groups)
@@ -62,6 +64,19 @@ def write_chunks(writing: Writing) -> None:
             models.write(dp, tp)
             _write_optimizer(writing, groups, dp, tp)
     writing.findings.extend(_findings(writing, groups, limit))
+
+
+def _spread_alike(
+    writing: Writing, number: int, group: ParameterGroup, limit: int
+) -> Iterator[ChunkedGroup]:
+    """A group of the model; its experts and other parameters have sub-groups of their own."""
+    by_spread: dict[tuple[bool, Spread], list[str]] = {}
+    for name in group.names:
+        key = writing.is_expert(name), writing.spread(name)
+        by_spread.setdefault(key, []).append(name)
+    for (_, spread), names in by_spread.items():
+        part = replace(group, names=tuple(names))
+        yield ChunkedGroup(writing, number, part, spread, limit)
 
 
 class _ModelFiles:
@@ -132,6 +147,8 @@ class _ModelFiles:
             ),
             **common_entries(writing, source, tp),
         }
+        if writing.experts is not None:
+            entries |= writing.experts.entries(rank)
         if dp:  # the first rank of all speaks for them
             entries["shared_params"] = {}
         writing.output.add(draft, entries)
@@ -171,10 +188,31 @@ def _write_optimizer(
         "optimizer_state_dict": {"state": states, "param_groups": hyper},
         "fp32_flat_groups": masters,
     }
+    if writing.experts is not None:
+        state["ds_zero_partition_groups"] = _partition_groups(groups, rank)
     carried = {
         key: source.values[key] for key in ("ds_config", "ds_version") if key in source.values
     }
     writing.output.add(draft, {"optimizer_state_dict": state, **keyed(carried)})
+
+
+def _partition_groups(groups: Sequence[Sequence[ChunkedGroup]], rank: int) -> list[Value]:
+    """Which ranks share each sub-group; the engine refuses files that say other than it does."""
+    found: list[Value] = []
+    for part in (part for parts in groups for part in parts):
+        cutter, partition = part.spread.place(rank)
+        name = part.expert_group_name
+        for _ in part.shapes(rank):
+            entry: dict[Value, Value] = {
+                "sub_group": len(found),
+                "partition_count": part.spread.partitions,
+                "partition_rank": partition,
+                "partition_ranks": list(part.spread.ranks(cutter)),
+                "families": ["replicated" if name is None else "autoep_expert"],
+                "group_names": [name or "replicated"],
+            }
+            found.append(entry)
+    return found
 
 
 def _scaling(optimizer: Mapping[str, Value]) -> Mapping[str, Value]:

@@ -32,6 +32,7 @@ def write_models(writing: Writing) -> None:
     arrays = {
         name: writing.output.array(selected, writing.layouts[name])
         for name, selected in writing.weights.items()
+        if not writing.is_expert(name)
     }
     for tp in range(writing.target.tp):
         draft = FileDraft(writing.model_name(tp))
@@ -47,7 +48,9 @@ def write_models(writing: Writing) -> None:
         entries: dict[Value, Value] = {
             "module": module_of(writing, rank, made.__getitem__),
             "param_shapes": [
-                _shapes(flat_members(writing, group, tp)) for group in writing.training.groups
+                # Of experts the first rank speaks for all: they hold equally many.
+                _shapes(flat_members(writing, number, group, tp))
+                for number, group in enumerate(writing.training.groups)
             ],
             "frozen_param_shapes": None
             if frozen is None
@@ -57,6 +60,8 @@ def write_models(writing: Writing) -> None:
             else ordered({name: made[name] for name in frozen}),
             **common_entries(writing, rank, tp),
         }
+        if writing.experts is not None:
+            entries |= writing.experts.entries(writing.target.rank(0, tp))
         writing.output.add(draft, entries)
 
 
@@ -76,9 +81,12 @@ def module_of(
         for name in (tensor.name, *tensor.aliases)
     }
     module = OrderedDictValue()
+    second = writing.experts.aliases if writing.experts is not None else {}
     for name in dict.fromkeys((*writing.training.order, *writing.tensors)):
-        if name in tensors:
-            module[name] = weight(tensors[name].name)
+        if writing.is_expert(name):
+            continue
+        if name in tensors or name in second:
+            module[name] = weight(second[name] if name in second else tensors[name].name)
         elif name in rank.module:
             module[name] = rank.module[name]
     module.state = rank.module_state
@@ -114,12 +122,15 @@ def common_entries(writing: Writing, rank: ModelRank, tp: int) -> dict[Value, Va
     return {**entries, **keyed(rank.values)}
 
 
-def flat_members(writing: Writing, group: ParameterGroup, tp: int) -> dict[str, Shape]:
-    """Parameters of a group on a tensor-parallel rank in the order of its ZeRO-1/2 buffer."""
-    members = writing.members(group, tp)
+def flat_members(
+    writing: Writing, number: int, group: ParameterGroup, cutter: int
+) -> dict[str, Shape]:
+    """Parameters of a group on a cutter of its spread in the order of its ZeRO-1/2 buffer."""
+    members = writing.members(group, cutter)
     if not writing.is_round_robin:
         return members
-    return {name: members[name] for name in round_robin_order([*members], writing.target.dp)}
+    count = writing.group_spread(number, group).partitions
+    return {name: members[name] for name in round_robin_order([*members], count)}
 
 
 def ordered(entries: Mapping[str, Value]) -> OrderedDictValue:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from restride.algebra.compose import chain
 from restride.algebra.layout import Layout
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.values import Constructed, GlobalName
@@ -61,33 +60,34 @@ def write_partitions(writing: Writing) -> None:
 def _write_file(writing: Writing, groups: list[_FlatGroupWriter], dp: int, tp: int) -> None:
     draft = FileDraft(writing.optimizer_name(tp, dp))
     states: dict[Value, Value] = {}
+    target_rank = writing.target.rank(dp, tp)
     for number, group in enumerate(groups):
-        own = group.states(draft, dp, tp)
+        own = group.states(draft, target_rank)
         if own:
             states[number] = own
     rank = writing.source_rank(dp, tp, dp_size=writing.target.dp)
     state: dict[Value, Value] = {
         **keyed(writing.training.optimizer),
         "base_optimizer_state": {"state": states, "param_groups": param_groups(writing)},
-        "single_partition_of_fp32_groups": [group.masters(draft, dp, tp) for group in groups],
-        "group_paddings": [group.padding(dp, tp) for group in groups],
-        "partition_count": [writing.target.dp for _ in groups],
-        "param_slice_mappings": [group.fragments(dp, tp) for group in groups],
+        "single_partition_of_fp32_groups": [group.masters(draft, target_rank) for group in groups],
+        "group_paddings": [group.padding(target_rank) for group in groups],
+        "partition_count": [group.spread.partitions for group in groups],
+        "param_slice_mappings": [group.fragments(target_rank) for group in groups],
     }
     if writing.is_lean:
         state["zero_stage"] = Constructed(_STAGE, (writing.target.zero,))
-        state["param_alignment_paddings"] = [group.alignments(tp) for group in groups]
+        state["param_alignment_paddings"] = [group.alignments(target_rank) for group in groups]
     writing.output.add(draft, optimizer_file(rank, state))
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """The flat buffer of a group on one tensor-parallel rank.
+    """The flat buffer of a group on one cutter of its spread.
 
     Attributes:
         places: Number of each parameter in the buffer.
         numels: Elements of each parameter.
-        flat: Where they stand, over the data-parallel ranks.
+        flat: Where they stand, over the ranks that share the buffer.
         stop: Element after the last parameter.
     """
 
@@ -98,7 +98,11 @@ class _Buffer:
 
 
 class _FlatGroupWriter:
-    """Lays out the buffers of one parameter group, and what goes into them."""
+    """Lays out the buffers of one parameter group, and what goes into them.
+
+    Attributes:
+        spread: Which ranks hold the shards of its parameters, and which share each buffer.
+    """
 
     def __init__(self, writing: Writing, number: int, group: ParameterGroup) -> None:
         self._writing = writing
@@ -109,38 +113,40 @@ class _FlatGroupWriter:
         itemsize = writing.weights[group.names[0]].dtype.itemsize_nbytes if group.names else 1
         is_aligned = writing.is_lean
         self._alignment = parameter_alignment(writing.config, itemsize) if is_aligned else 1
+        self.spread = writing.group_spread(number, group)
         self._buffers = [
-            self._buffer(flat_members(writing, group, tp), tp) for tp in range(writing.target.tp)
+            self._buffer(flat_members(writing, number, group, cutter), cutter)
+            for cutter in range(self.spread.cutters)
         ]
         self._arrays = {name: self._announce(name) for name in group.names}
         self._scalars = group_states(writing, number, group)
 
-    def states(self, draft: FileDraft, dp: int, tp: int) -> dict[Value, Value]:
+    def states(self, draft: FileDraft, rank: int) -> dict[Value, Value]:
         """State of the wrapped optimizer for the partition of a rank."""
         made: dict[Value, Value] = {
-            optimizer_key(state): draft.tensor(array, self._writing.target.rank(dp, tp))
+            optimizer_key(state): draft.tensor(array, rank)
             for state, array in self._scalars.items()
         }
         for state in self._names:
             if state != FP32:
-                made[optimizer_key(state)] = self._partition(draft, state, dp, tp, padded=True)
+                made[optimizer_key(state)] = self._partition(draft, state, rank, padded=True)
         return {**made, **keyed(self._group.numbers)}
 
-    def masters(self, draft: FileDraft, dp: int, tp: int) -> Value:
+    def masters(self, draft: FileDraft, rank: int) -> Value:
         """Partition of the master weights, as a rule without the padding at its end."""
-        return self._partition(draft, FP32, dp, tp, padded=not self._writing.is_lean)
+        return self._partition(draft, FP32, rank, padded=not self._writing.is_lean)
 
-    def padding(self, dp: int, tp: int) -> int:
+    def padding(self, rank: int) -> int:
         """Elements of a partition that lie behind the last parameter."""
-        buffer, count = self._buffers[tp], self._writing.target.dp
-        width = buffer.flat.partition_numel
+        buffer, partition = self._place(rank)
+        width, count = buffer.flat.partition_numel, self.spread.partitions
         if not self._writing.is_lean:
-            return width * count - buffer.stop if dp == count - 1 else 0
-        return width - max(0, min(buffer.stop - dp * width, width))
+            return width * count - buffer.stop if partition == count - 1 else 0
+        return width - max(0, min(buffer.stop - partition * width, width))
 
-    def alignments(self, tp: int) -> Value:
+    def alignments(self, rank: int) -> Value:
         """Padding after each parameter, in the order of the buffer."""
-        buffer = self._buffers[tp]
+        buffer, _ = self._place(rank)
         starts = [member.start for member in buffer.flat.members]
         ends = [start + numel for start, numel in zip(starts, buffer.numels, strict=True)]
         return [
@@ -148,35 +154,40 @@ class _FlatGroupWriter:
             0,
         ]
 
-    def fragments(self, dp: int, tp: int) -> Value:
+    def fragments(self, rank: int) -> Value:
         """What this rank's partition holds of each parameter, in the order of the group."""
-        buffer = self._buffers[tp]
+        buffer, partition = self._place(rank)
         found: dict[str, Value] = {}
         for name in self._group.names:
             if name not in buffer.places:
                 continue
             member = buffer.flat.members[buffer.places[name]]
-            start = member.shard_starts[dp]
+            start = member.shard_starts[partition]
             if start is not None:
                 state: dict[Value, Value] = {
-                    "numel": member.layout.shard_numel(dp),
+                    "numel": member.layout.shard_numel(partition),
                     "start": start,
                 }
                 found[name] = Constructed(_FRAGMENT, state=state, is_new=True)
         return ordered(found)
 
-    def _buffer(self, members: Mapping[str, Shape], tp: int) -> _Buffer:
+    def _place(self, rank: int) -> tuple[_Buffer, int]:
+        """The buffer that a rank has a partition of, and which one."""
+        cutter, partition = self.spread.place(rank)
+        return self._buffers[cutter], partition
+
+    def _buffer(self, members: Mapping[str, Shape], cutter: int) -> _Buffer:
         numels = tuple(prod(shape) for shape in members.values())
         if not numels:
             raise UnsupportedError(
-                f"parameter group {self._number} has no element on tensor-parallel rank {tp} of "
-                f"{self._writing.target.tp}, and an engine cannot have an empty group",
+                f"parameter group {self._number} has no element on tensor-parallel rank {cutter} "
+                f"of {self.spread.cutters}, and an engine cannot have an empty group",
                 remedy="choose fewer tensor-parallel ranks",
             )
         if numels not in self._known:
             self._known[numels] = zero_group(
                 [(numel,) for numel in numels],
-                mesh={"dp": self._writing.target.dp},
+                mesh={"dp": self.spread.partitions},
                 parameter_alignment=self._alignment,
             )
         flat = self._known[numels]
@@ -186,30 +197,26 @@ class _FlatGroupWriter:
     def _announce(self, name: str) -> dict[str, OutputArray]:
         """Announce all states of a parameter, over the ranks ``dp, tp``."""
         writing = self._writing
-        inner = {tp: self._cut(name, tp) for tp in range(writing.target.tp)}
-        is_same = all(layout == inner[0] for layout in inner.values())
-        layout = chain(
-            writing.layouts[name], inner[0] if is_same else inner, mesh=writing.target.mesh
-        )
+        inner = {cutter: self._cut(name, cutter) for cutter in range(self.spread.cutters)}
+        layout = self.spread.chain(writing.layouts[name], inner, writing.target)
         tensor = writing.tensors[name]
         return {state: writing.state(tensor, state, layout) for state in self._names}
 
-    def _cut(self, name: str, tp: int) -> Layout:
-        buffer = self._buffers[tp]
+    def _cut(self, name: str, cutter: int) -> Layout:
+        buffer = self._buffers[cutter]
         if name in buffer.places:
             return buffer.flat.members[buffer.places[name]].layout
-        ranks = Mesh((("dp", self._writing.target.dp),))
+        ranks = Mesh((("dp", self.spread.partitions),))
         return Layout(ranks, (0,), ((ranks.size, (0,)),), ())
 
-    def _partition(self, draft: FileDraft, state: str, dp: int, tp: int, *, padded: bool) -> Value:
-        buffer = self._buffers[tp]
+    def _partition(self, draft: FileDraft, state: str, rank: int, *, padded: bool) -> Value:
+        buffer, partition = self._place(rank)
         width = buffer.flat.partition_numel
-        numel = width if padded else max(0, min(buffer.stop - dp * width, width))
+        numel = width if padded else max(0, min(buffer.stop - partition * width, width))
         first = next(iter(self._arrays.values()))
         made = draft.buffer(first[state].selected.dtype, numel)
         for name, place in buffer.places.items():
-            start = buffer.flat.members[place].shard_starts[dp]
+            start = buffer.flat.members[place].shard_starts[partition]
             if start is not None:
-                array = self._arrays[name][state]
-                draft.put(made, array, self._writing.target.rank(dp, tp), start)
+                draft.put(made, self._arrays[name][state], rank, start)
         return made

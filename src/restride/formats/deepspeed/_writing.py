@@ -11,6 +11,7 @@ from restride.checkpoint.selection import Selected
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._settings import is_bf16, is_round_robin, uses_bf16_optimizer
+from restride.formats.deepspeed._spread import spread_dense
 from restride.formats.deepspeed._write_maps import universal_info
 from restride.layouts.scaled import scaled_state
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.training import ModelRank, ParameterGroup, Training
     from restride.checkpoint.values import Value
+    from restride.formats.deepspeed._expert_target import PlacedExperts
+    from restride.formats.deepspeed._spread import Spread
     from restride.formats.deepspeed.target import DeepSpeedTarget
     from restride.storage.torch_output import OutputArray, TorchOutput
 
@@ -44,6 +47,7 @@ class Writing:
             rounded once.
         tensors: Tensors of the source by name.
         output: Files so far.
+        experts: Layers of experts that AutoEP made, where there are any.
         findings: What the user should know; parts add to it.
     """
 
@@ -54,6 +58,7 @@ class Writing:
     weights: Mapping[str, Selected]
     tensors: Mapping[str, TensorEntry]
     output: TorchOutput
+    experts: PlacedExperts | None = None
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -94,16 +99,42 @@ class Writing:
         number = self.training.number_of_rank(dp=dp, dp_size=dp_size, mp=tp, mp_size=self.target.tp)
         return self.training.ranks[number]
 
-    def shard_shape(self, name: str, tp: int) -> Shape:
-        """Shape of a tensor on a tensor-parallel rank of the target."""
-        return self.layouts[name].shard_shape(tp)
+    def shard_shape(self, name: str, cutter: int) -> Shape:
+        """Shape of a tensor on a tensor-parallel rank of the target; of experts on a cutter."""
+        return self.layouts[name].shard_shape(cutter)
 
-    def members(self, group: ParameterGroup, tp: int) -> dict[str, Shape]:
-        """Parameters of a group on a tensor-parallel rank, with their shapes there.
+    def is_expert(self, name: str) -> bool:
+        """Whether a tensor is the experts of a layer, stacked."""
+        return self.experts is not None and name in self.experts.layouts
+
+    def spread(self, name: str) -> Spread:
+        """Which ranks hold the shards of a parameter, and which share each of them."""
+        if self.experts is not None and name in self.experts.layouts:
+            return self.experts.spread
+        return spread_dense(self.target)
+
+    def group_spread(self, number: int, group: ParameterGroup) -> Spread:
+        """The same for a group of which all parameters are spread alike.
+
+        Raises:
+            UnsupportedError: They are not.
+        """
+        spreads = dict.fromkeys(self.spread(name) for name in group.names)
+        if len(spreads) > 1:
+            raise UnsupportedError(
+                f"parameter group {number} has experts beside other parameters, which "
+                f"ZeRO-{self.target.zero} does not take",
+                where=self.catalog.root,
+                remedy="choose --zero 3",
+            )
+        return next(iter(spreads), spread_dense(self.target))
+
+    def members(self, group: ParameterGroup, cutter: int) -> dict[str, Shape]:
+        """Parameters of a group on a cutter of its spread, with their shapes there.
 
         The optimizer does not own what has no element on this rank.
         """
-        shapes = {name: self.shard_shape(name, tp) for name in group.names}
+        shapes = {name: self.shard_shape(name, cutter) for name in group.names}
         return {name: shape for name, shape in shapes.items() if prod(shape)}
 
     def is_owned(self, name: str, tp: int) -> bool:

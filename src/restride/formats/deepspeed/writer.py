@@ -15,8 +15,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from restride.checkpoint.selection import select_weights
-from restride.errors import CorruptError, UnsupportedError
+from restride.errors import CorruptError
+from restride.formats.deepspeed._expert_target import place_experts
 from restride.formats.deepspeed._write_chunks import write_chunks
+from restride.formats.deepspeed._write_experts import write_expert_files
 from restride.formats.deepspeed._write_findings import findings_of
 from restride.formats.deepspeed._write_model import write_models
 from restride.formats.deepspeed._write_partitions import write_partitions
@@ -69,22 +71,28 @@ def lay_out(
                 where=catalog.root,
                 remedy="`restride check` lists everything that is missing",
             )
+    placed = place_experts(catalog, training, target)
+    if placed is not None:
+        training, layouts = placed.retold(training), {**layouts, **placed.layouts}
     writing = Writing(
         catalog,
         training,
         target,
         layouts,
-        weights={selected.tensor: selected for selected in select_weights(catalog)},
-        tensors={tensor.name: tensor for tensor in catalog.tensors},
+        weights={
+            selected.tensor: selected
+            for selected in select_weights(catalog)
+            if placed is None or selected.tensor not in placed.aliases
+        },
+        tensors={
+            tensor.name: tensor
+            for tensor in catalog.tensors
+            if placed is None or tensor.name not in placed.aliases
+        },
         output=TorchOutput(catalog),
+        experts=placed,
     )
     writing.require_known()
-    if target.ep > 1 or training.experts:
-        raise UnsupportedError(
-            "checkpoints with expert parallelism cannot be written in sharded form",
-            where=catalog.root,
-            remedy="convert with --to universal",
-        )
     if target.zero == _PARTITIONED_WEIGHTS:
         write_chunks(writing)
     elif not target.zero:
@@ -92,6 +100,8 @@ def lay_out(
     else:
         write_models(writing)
         write_partitions(writing)
+        if placed is not None:
+            write_expert_files(writing, placed)
     writing.output.add_file("latest", training.tag.encode())
     writing.findings.extend(findings_of(writing))
     return writing.output.finish(tuple(writing.findings))

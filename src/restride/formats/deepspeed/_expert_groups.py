@@ -1,0 +1,97 @@
+"""How the experts of a model are split into parameter groups, which depends on their ranks.
+
+DeepSpeed gives experts groups of their own, named after the number of expert-parallel ranks, and
+splits them by size (deepspeed 0.19.8 `moe/utils.py`,
+`split_params_into_different_moe_groups_for_optimizer`). With more ranks each holds fewer experts,
+and the groups are fewer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from restride.checkpoint.training import ParameterGroup
+
+__all__ = ["MOST_GROUP_NUMEL", "regrouped"]
+
+MOST_GROUP_NUMEL: Final = 178_956_971
+"""Elements of one rank's experts that a group has at most, unless it has one parameter."""
+
+_NAME: Final = "name"
+_IS_EXPERTS: Final = "moe"
+
+
+def regrouped(
+    groups: Iterable[ParameterGroup],
+    numels: Mapping[str, int],
+    *,
+    before: int,
+    after: int,
+    most: int = MOST_GROUP_NUMEL,
+) -> Iterator[ParameterGroup]:
+    """Split the groups of experts as an engine with other expert-parallel ranks does.
+
+    Where two neighbouring groups are alike, and the second one starts with the very parameter that
+    did not fit into the first, they were one group of the model. All other bounds stay.
+
+    Args:
+        groups: Of the source; those of other parameters are passed on.
+        numels: Elements of each stacked parameter, all experts together.
+        before: Expert-parallel ranks of the source.
+        after: Those of the target.
+        most: Elements that a group has at most on a rank.
+    """
+    joined: list[ParameterGroup] = []
+    for group in groups:
+        if joined and _is_split(joined[-1], group, numels, before, most):
+            joined[-1] = replace(joined[-1], names=(*joined[-1].names, *group.names))
+        else:
+            joined.append(group)
+    for group in joined:
+        if not _has_experts(group, numels):
+            yield group
+            continue
+        settings = dict(group.settings)
+        if settings.get(_NAME) == f"ep_size_{before}":
+            settings[_NAME] = f"ep_size_{after}"
+        for names in _split(group.names, numels, after, most):
+            yield replace(group, names=names, settings=settings)
+
+
+def _has_experts(group: ParameterGroup, numels: Mapping[str, int]) -> bool:
+    return group.settings.get(_IS_EXPERTS) is True and all(name in numels for name in group.names)
+
+
+def _is_split(
+    first: ParameterGroup,
+    second: ParameterGroup,
+    numels: Mapping[str, int],
+    ranks: int,
+    most: int,
+) -> bool:
+    """Whether two neighbouring groups are parts of one, by the place of the bound."""
+    if not (_has_experts(first, numels) and _has_experts(second, numels)):
+        return False
+    if dict(first.settings) != dict(second.settings):
+        return False
+    *_, last = _split((*first.names, *second.names[:1]), numels, ranks, most)
+    return last == second.names[:1]
+
+
+def _split(
+    names: Sequence[str], numels: Mapping[str, int], ranks: int, most: int
+) -> list[tuple[str, ...]]:
+    found: list[list[str]] = [[]]
+    size = 0
+    for name in names:
+        numel = numels[name] // ranks
+        if size + numel > most and found[-1]:
+            found.append([])
+            size = 0
+        found[-1].append(name)
+        size += numel
+    return [tuple(members) for members in found]

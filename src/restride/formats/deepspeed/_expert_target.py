@@ -1,0 +1,271 @@
+"""The layers of experts that AutoEP made, placed for the ranks of a target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._expert_groups import regrouped
+from restride.formats.deepspeed._fields import Field
+from restride.formats.deepspeed._spread import spread_experts
+from restride.formats.deepspeed.maps import MAP_VERSION
+from restride.formats.deepspeed.placements import to_expert_map, to_expert_placement
+from restride.layouts.gathered import experts
+from restride.storage.ranges import FilePool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from restride.algebra.layout import Layout
+    from restride.checkpoint.catalog import Catalog, TensorEntry
+    from restride.checkpoint.training import Training
+    from restride.checkpoint.values import Value
+    from restride.formats.deepspeed._spread import Spread
+    from restride.formats.deepspeed.target import DeepSpeedTarget
+
+__all__ = ["ExpertLayer", "PlacedExperts", "place_experts"]
+
+_WEIGHTS: Final = ("w1", "w2", "w3")
+_MATRICES: Final = 3
+_GRADIENTS: Final = 2
+_PARTITIONED_WEIGHTS: Final = 3
+_PATTERN: Final = r".*\.experts\.w[123]$"
+_VERSION: Final = 0.4
+_DATA_FIRST: Final = "use_data_before_expert_parallelism"
+# Children of a layer that AutoEP makes; any other one may be a second name of the router.
+_OWN_CHILDREN: Final = frozenset({"router", "experts", "shared_experts", "shared_experts_gate"})
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """One mixture-of-experts layer.
+
+    Attributes:
+        stored: What the source says of it.
+        number: Number in the names of the expert files.
+        path: Name of the layer in the model.
+        prefix: Name of its stacked parameters, but for the last part.
+        count: Number of experts.
+    """
+
+    stored: Mapping[str, Value]
+    number: int
+    path: str
+    prefix: str
+    count: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the stacked parameters."""
+        return tuple(f"{self.prefix}.{weight}" for weight in _WEIGHTS)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedExperts:
+    """All layers of experts, and the ranks of the target that hold them.
+
+    Attributes:
+        layers: In the order of the model.
+        layouts: How the expert-parallel ranks hold each stacked parameter, by name.
+        spread: Which ranks hold which experts, and which share them.
+        target: The ranks.
+        aliases: Second names of the parameters of routers: name that is no parameter's to name that
+            is. The engine does not count them as shared.
+    """
+
+    layers: tuple[ExpertLayer, ...]
+    layouts: Mapping[str, Layout]
+    spread: Spread
+    target: DeepSpeedTarget
+    aliases: Mapping[str, str]
+
+    @property
+    def group_name(self) -> str:
+        """What DeepSpeed calls the ranks."""
+        return f"ep_size_{self.target.ep}"
+
+    def retold(self, training: Training) -> Training:
+        """The training with the parameter groups that an engine of the target has."""
+        numels = {name: layout.full_numel for name, layout in self.layouts.items()}
+        before = self.layers[0].stored.get("ep_size")
+        if not isinstance(before, int) or before < 1:
+            raise CorruptError(
+                f"ep_size of layer {self.layers[0].path!r} is {before!r}",
+                where=training.ranks[0].where,
+            )
+        groups = regrouped(training.groups, numels, before=before, after=self.target.ep)
+        return replace(training, groups=tuple(groups))
+
+    def entries(self, rank: int) -> dict[Value, Value]:
+        """What the model file of a rank says of the experts."""
+        layers: list[Value] = [self._entry(layer, rank) for layer in self.layers]
+        return {
+            "num_experts": [layer.count for layer in self.layers],
+            "ds_autoep_layers": layers,
+            "universal_checkpoint_info": {
+                "universal_checkpoint_version": _VERSION,
+                "expert_parameter_patterns": [_PATTERN],
+                "ds_autoep_layers": layers,
+            },
+        }
+
+    def _entry(self, layer: ExpertLayer, rank: int) -> Value:
+        """One layer, as deepspeed 0.19.8 `runtime/engine.py`, `_save_moe_checkpoint` says it."""
+        cutter, partition = self.spread.place(rank)
+        local = layer.count // self.target.ep
+        is_partitioned = self.target.zero == _PARTITIONED_WEIGHTS
+        maps = {name: to_expert_map(self.layouts[name]) for name in layer.names}
+        made: dict[Value, Value] = {key: value for key, value in layer.stored.items()}  # noqa: C416
+        made |= {
+            "num_local_experts": local,
+            "ep_size": self.target.ep,
+            "expert_placement": to_expert_placement(self.layouts[layer.names[0]]),  # type: ignore[dict-item]  # plain values
+            "affine_maps": {"version": MAP_VERSION, "params": maps},  # type: ignore[dict-item]
+            "checkpoint_format": "zero3_partitioned" if is_partitioned else "per_expert_files",
+            "checkpoint_format_version": 1 if is_partitioned else None,
+            "ep_group_name": self.group_name,
+            "ep_rank": cutter,
+            "expert_data_parallel_rank": partition,
+            "expert_data_parallel_world_size": self.spread.partitions,
+            "global_expert_start": cutter * local,
+            "global_expert_end": (cutter + 1) * local,
+        }
+        return made
+
+
+def place_experts(
+    catalog: Catalog, training: Training, target: DeepSpeedTarget
+) -> PlacedExperts | None:
+    """Place the experts of a checkpoint on the ranks of a target, or return None where it has none.
+
+    Raises:
+        FormatError, CorruptError: What is said of the layers is wrong.
+        UnsupportedError: The target has expert-parallel ranks and the checkpoint no layers of
+            AutoEP; the experts do not divide; or DeepSpeed cannot resume from such a checkpoint.
+        ExecutionError: A file cannot be read.
+    """
+    where = catalog.root
+    if not training.experts:
+        if target.ep > 1:
+            raise UnsupportedError(
+                f"has no layers of experts that AutoEP made, and {target.ep} expert-parallel ranks "
+                "are asked for",
+                where=where,
+                remedy="leave out --ep; tensor-parallel ranks cut experts as other weights",
+            )
+        return None
+    if target.tp > 1 or not target.zero:
+        what = f"{target.tp} tensor-parallel ranks" if target.tp > 1 else "ZeRO-0"
+        raise UnsupportedError(
+            f"has experts of AutoEP, which cannot be written for {what}",
+            where=where,
+            remedy="choose --tp 1 and --zero 1, 2 or 3",
+        )
+    tensors = {tensor.name: tensor for tensor in catalog.tensors}
+    layers = tuple(_layers(training, target, tensors))
+    _refuse_frozen(training, target, layers)
+    layouts = {
+        name: experts(tensors[name].layout.full_shape, mesh={"ep": target.ep})
+        for layer in layers
+        for name in layer.names
+    }
+    config = training.ranks[0].values.get("ds_config")
+    is_data_first = isinstance(config, dict) and config.get(_DATA_FIRST) is True
+    spread = spread_experts(target, is_data_first=is_data_first)
+    aliases = dict(_aliases(catalog, training, layers, tensors))
+    return PlacedExperts(layers, layouts, spread, target, aliases)
+
+
+def _layers(
+    training: Training, target: DeepSpeedTarget, tensors: Mapping[str, TensorEntry]
+) -> Iterator[ExpertLayer]:
+    for number, stored in enumerate(training.experts):
+        said = Field(dict(stored.items()), f"{training.ranks[0].where}: ds_autoep_layers[{number}]")
+        layer = ExpertLayer(
+            stored,
+            said.at("moe_layer_id").integer(),
+            said.at("module_path").text(),
+            said.at("expert_key_prefix").text(),
+            said.at("num_experts").integer(at_least=1),
+        )
+        for name in layer.names:
+            shape = tensors[name].layout.full_shape if name in tensors else ()
+            if len(shape) != _MATRICES or shape[0] != layer.count:
+                raise CorruptError(
+                    f"says there are {layer.count} experts, {name!r} "
+                    f"{f'has shape {shape}' if name in tensors else 'is not there'}",
+                    where=said.where,
+                )
+        if layer.count % target.ep:
+            sizes = [str(n) for n in range(1, layer.count + 1) if layer.count % n == 0]
+            raise UnsupportedError(
+                f"{layer.count} experts do not divide over {target.ep} expert-parallel ranks",
+                where=f"layer {layer.path!r}",
+                remedy=f"choose --ep {', '.join(sizes[:-1])}{' or ' if sizes[:-1] else ''}"
+                f"{sizes[-1]}",
+            )
+        yield layer
+
+
+def _refuse_frozen(
+    training: Training, target: DeepSpeedTarget, layers: tuple[ExpertLayer, ...]
+) -> None:
+    """DeepSpeed saves frozen experts of one rank for all (ZeRO-2), or not at all (ZeRO-3)."""
+    trained = {name for group in training.groups for name in group.names}
+    frozen = [name for layer in layers for name in layer.names if name not in trained]
+    if frozen and target.zero >= _GRADIENTS:
+        raise UnsupportedError(
+            f"is frozen, and DeepSpeed cannot resume frozen experts with ZeRO-{target.zero}",
+            where=f"tensor {frozen[0]!r}",
+            remedy="choose --zero 1",
+        )
+
+
+def _aliases(
+    catalog: Catalog,
+    training: Training,
+    layers: tuple[ExpertLayer, ...],
+    tensors: Mapping[str, TensorEntry],
+) -> Iterator[tuple[str, str]]:
+    """Find the second names of routers, under which transformers looks for them.
+
+    The module names their parameters twice, and files have the second ones as copies, or not at
+    all. Something of that name which is not the same is a tensor of its own.
+    """
+    trained = {name for group in training.groups for name in group.names}
+    with FilePool() as pool:
+        for name in training.order:
+            for layer in layers:
+                head, _, rest = name.removeprefix(f"{layer.path}.").partition(".")
+                router = f"{layer.path}.router.{rest}"
+                if (
+                    name.startswith(f"{layer.path}.")
+                    and head not in _OWN_CHILDREN
+                    and router in tensors
+                    and name not in trained
+                    and _is_same(catalog, pool, tensors.get(name), tensors[router])
+                ):
+                    yield name, router
+
+
+def _is_same(
+    catalog: Catalog, pool: FilePool, copy: TensorEntry | None, router: TensorEntry
+) -> bool:
+    """Whether a tensor is another one's copy, bit for bit, or is stored nowhere."""
+    if copy is None:
+        return True
+    entries = copy.states.get("weight"), router.states.get("weight")
+    if entries[0] is None or entries[1] is None or entries[0].layout != entries[1].layout:
+        return False
+    contents: list[bytearray] = []
+    for entry in entries:
+        region = entry.regions[0] if entry is not None else None
+        if entry is None or region is None or entry.dtype != entries[0].dtype:
+            return False
+        contents.append(bytearray(prod(entry.layout.shard_shape(0)) * entry.dtype.itemsize_nbytes))
+        file = str(Path(catalog.root) / catalog.files[region.file].name)
+        pool.read_exact(file, region.start_nbytes, contents[-1])
+    return contents[0] == contents[1]
