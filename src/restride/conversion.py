@@ -14,14 +14,15 @@ from restride.checkpoint.selection import COPIED
 from restride.errors import ExecutionError, FormatError, RestrideError, StoppedError
 from restride.executors.drift import DriftTable, drift_findings
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
-from restride.executors.identity import differs_from
+from restride.executors.identity import differs_from, job_digest
 from restride.executors.journaled import SYNC_NBYTES
+from restride.executors.manifests import is_written
 from restride.executors.progress import Continued
 from restride.executors.writing import write_output
 from restride.exports import Wanted
 from restride.preparation import prepare
 from restride.storage.ranges import FilePool
-from restride.storage.unfinished import unfinished_output
+from restride.storage.unfinished import Purpose, unfinished_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,8 +53,8 @@ class ConvertReport:
         projected_nbytes: Upper bound of the memory that plan, buffers and digests took.
         seconds: Wall time, opening and syncing included.
         findings: What the user should know: what the reader saw, replicas that were decided.
-        resumed_nbytes: Bytes of tensors that an earlier run had written, which were read back and
-            found to be what it wrote.
+        resumed_nbytes: Bytes of tensors that an earlier run had written. They were read back and
+            are what it wrote; all of them, without a look, where it had finished.
     """
 
     out: Path
@@ -164,6 +165,7 @@ def convert(
             path, wanted, pool, budget_nbytes=budget_nbytes, workers=workers, replicas=replicas
         )
         first, planned = prepared.first, prepared.task.plan
+        job = job_digest(first)
         progress = Continued(observer or NullObserver())
         table = DriftTable(progress, {})
         table.on_plan(
@@ -172,8 +174,7 @@ def convert(
         with (
             unfinished_output(
                 out,
-                first,
-                partial(differs_from, first),
+                Purpose(first, partial(differs_from, first), partial(is_written, job=job)),
                 force=force,
                 resume=resume,
                 inputs=prepared.inputs,

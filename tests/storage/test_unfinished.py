@@ -16,7 +16,7 @@ import pytest
 
 from restride.checkpoint.output import Output, OutputFile
 from restride.errors import ExecutionError, ExistsError, PlanError
-from restride.storage.unfinished import unfinished_output
+from restride.storage.unfinished import Purpose, unfinished_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,18 +29,18 @@ FIRST = {"what": "conversion of ckpt", "nbytes": 100}
 @contextmanager
 def atomic_directory(final: Path, **options: object) -> Iterator[OutputFiles]:
     """An output of one block, which is published at its end."""
-    with unfinished_output(final, FIRST, lambda _: "", **options) as place:
+    purpose = Purpose(FIRST, lambda _: "", lambda _: False)
+    with unfinished_output(final, purpose, **options) as place:
         place.begin([FIRST])
         yield place.files
-        place.files.preallocate("seal", 0, resume=True)
-        place.publish("seal")
+        place.publish()
 
 
 def tree(root: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(root)): path.read_bytes()
         for path in sorted(root.rglob("*"))
-        if path.is_file() and path.name != "seal"
+        if path.is_file()
     }
 
 
@@ -243,8 +243,9 @@ def test_a_long_name_is_no_obstacle(tmp_path: Path) -> None:
 def test_an_interrupt_from_the_keyboard_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
-        "from restride.storage.unfinished import unfinished_output\n"
-        "with unfinished_output(sys.argv[1], {}, lambda _: '') as place:\n"
+        "from restride.storage.unfinished import Purpose, unfinished_output\n"
+        "purpose = Purpose({}, lambda _: '', lambda _: False)\n"
+        "with unfinished_output(sys.argv[1], purpose) as place:\n"
         "    place.begin([{}])\n"
         "    place.files.preallocate('a', 1000)\n"
         "    print('ready', flush=True)\n"
@@ -387,8 +388,8 @@ def test_every_file_and_folder_is_synced_before_the_rename(
 
     (path,) = map(str, renamed)
     files = [name for name in synced if name.startswith(path)]
-    assert sorted(files) == [path, f"{path}/a", f"{path}/a/b.bin", f"{path}/seal"]
-    assert files == [*sorted(files[:2]), *sorted(files[2:], reverse=True)]
+    assert sorted(files) == [path, f"{path}/a", f"{path}/a/b.bin"]
+    assert files[0] == f"{path}/a/b.bin"
     assert synced[-1] == str(tmp_path)
 
 

@@ -83,12 +83,14 @@ class Manifest:
 
     Attributes:
         version: Version of the package that wrote it.
+        job: Digest of what it was made of, how: the same conversion of the same files has the same.
         block_nbytes: Size of a block.
         files: Files by name.
         tensors: Fingerprints by tensor and state, of the arrays that are not cut.
     """
 
     version: str
+    job: str
     block_nbytes: int
     files: Mapping[str, ManifestFile]
     tensors: Fingerprints
@@ -99,6 +101,7 @@ def manifest_to_json(manifest: Manifest) -> bytes:
     value: dict[str, object] = {
         "format": _FORMAT,
         "version": manifest.version,
+        "job": manifest.job,
         "block_nbytes": manifest.block_nbytes,
         "files": {name: _file_to_json(file) for name, file in manifest.files.items()},
         "tensors": {name: dict(states) for name, states in manifest.tensors.items()},
@@ -170,7 +173,8 @@ def _parsed(value: dict[str, object]) -> Manifest:
         }
         for name, states in _object(value.get("tensors"), "$.tensors").items()
     }
-    return Manifest(_text(value.get("version"), "$.version"), block_nbytes, files, tensors)
+    version, job = (_text(value.get(key), f"$.{key}") for key in ("version", "job"))
+    return Manifest(version, job, block_nbytes, files, tensors)
 
 
 def _path(name: str) -> str:

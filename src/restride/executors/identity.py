@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from restride.planning.plan import Plan
     from restride.storage.journal import Record
 
-__all__ = ["describe_job", "differs_from", "package_version"]
+__all__ = ["describe_job", "differs_from", "job_digest", "package_version"]
 
 _MOST_SHOWN: Final = 60
 
@@ -74,6 +74,12 @@ def differs_from(ours: Record, theirs: Record) -> str:
     if ours.get("output") != theirs.get("output"):
         return "the files to write are not the same"
     return ""
+
+
+def job_digest(first: Record) -> str:
+    """32 digits for the first record of a journal."""
+    content = json.dumps(first, sort_keys=True).encode()
+    return blake2b(content, digest_size=16).hexdigest()
 
 
 def package_version() -> str:

@@ -31,13 +31,20 @@ if TYPE_CHECKING:
     from restride.executors.blocks import BlockTable
     from restride.executors.verifying import Damage
 
-__all__ = ["FoundManifest", "check_manifest", "describe_files", "find_manifest", "fingerprints_of"]
+__all__ = [
+    "FoundManifest",
+    "check_manifest",
+    "describe_files",
+    "find_manifest",
+    "fingerprints_of",
+    "is_written",
+]
 
 # So that the file stays readable, and below what a reader of JSON takes.
 _MOST_BLOCKS: Final = 1 << 16
 
 
-def describe_files(output: Output, blocks: BlockTable, version: str) -> Manifest:
+def describe_files(output: Output, blocks: BlockTable, version: str, job: str) -> Manifest:
     """The manifest of an output of which every block is done, without fingerprints.
 
     Cost:
@@ -68,7 +75,7 @@ def describe_files(output: Output, blocks: BlockTable, version: str) -> Manifest
         file.name: ManifestFile(file.nbytes, _without_gaps(found, file.nbytes, block_nbytes))
         for file, found in zip(output.files, parts, strict=True)
     }
-    return Manifest(version, block_nbytes, files, {})
+    return Manifest(version, job, block_nbytes, files, {})
 
 
 def fingerprints_of(catalog: Catalog, files: Mapping[str, ManifestFile]) -> Fingerprints:
@@ -145,6 +152,17 @@ class FoundManifest:
     def nbytes(self) -> int:
         """Bytes of all these files."""
         return sum(file.nbytes for file in self.files.values())
+
+
+def is_written(folder: Path, job: str) -> bool:
+    """Whether a folder has the manifest of a conversion, and files of the sizes that it names."""
+    try:
+        content = (folder / MANIFEST_NAME).read_bytes()
+        manifest = manifest_from_json(content, where=MANIFEST_NAME)
+    except (OSError, FormatError, UnsupportedError):
+        return False
+    sizes = ((folder / name, file.nbytes) for name, file in manifest.files.items())
+    return manifest.job == job and not any(_size_problem(path, size) for path, size in sizes)
 
 
 def find_manifest(catalog: Catalog) -> FoundManifest | Finding | None:

@@ -9,7 +9,7 @@ from restride.arrays.fingerprint import scratch_nbytes
 from restride.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
 from restride.errors import BudgetError, RestrideError, StoppedError
 from restride.executors.blocks import TABLE_NBYTES, BlockTable, block_count
-from restride.executors.identity import package_version
+from restride.executors.identity import job_digest, package_version
 from restride.executors.journaled import JournaledWriter
 from restride.executors.manifests import describe_files, fingerprints_of
 from restride.executors.resuming import noted_drift, take_up
@@ -143,7 +143,9 @@ def write_output(
         ReplicaError: Replicas differ and the plan says to check.
     """
     if place.is_published:
-        return _as_before(task, place, table)
+        # An earlier run had done everything, but for cleaning up at the most.
+        table.rows.update(noted_drift(place.records))
+        return Written(0, task.plan.total_nbytes)
     plan, output = task.plan, task.output
     blocks = BlockTable(plan.regions, digest_rows=task.digest_rows)
     place.files.create(output, resume=place.is_resumed)
@@ -177,20 +179,14 @@ def write_output(
     if blocks.left_nbytes():
         raise StoppedError("stopped")
     reader.require_unchanged()
-    _add_manifest(place, output, blocks)
-    place.publish(MANIFEST_NAME)
+    _add_manifest(place, output, blocks, job_digest(first))
+    place.publish()
     return Written(read_nbytes, resumed)
 
 
-def _as_before(task: Task, place: Unfinished, table: DriftTable) -> Written:
-    """What an earlier run had done, but for cleaning up."""
-    table.rows.update(noted_drift(place.records))
-    return Written(0, task.plan.total_nbytes)
-
-
-def _add_manifest(place: Unfinished, output: Output, blocks: BlockTable) -> None:
+def _add_manifest(place: Unfinished, output: Output, blocks: BlockTable, job: str) -> None:
     """Write the manifest among the files; fingerprints are under the names that a reader finds."""
-    manifest = describe_files(output, blocks, package_version())
+    manifest = describe_files(output, blocks, package_version(), job)
     try:
         catalog = open_catalog(place.files.path)
     except RestrideError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import ExecutionError
@@ -47,9 +47,9 @@ def _acquire(path: Path, what: str) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(path, flags, 0o666)
         try:
-            if _take(descriptor, what) and _is_at(descriptor, path):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+            _take(descriptor, what)
+            if _is_at(descriptor, path):
+                _sign(descriptor)
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -57,7 +57,14 @@ def _acquire(path: Path, what: str) -> int:
         os.close(descriptor)
 
 
-def _take(descriptor: int, what: str) -> bool:
+def _sign(descriptor: int) -> None:
+    """Say who holds it, for those who want it. On a full disk it is held without a name."""
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+
+
+def _take(descriptor: int, what: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -70,7 +77,6 @@ def _take(descriptor: int, what: str) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from restride.storage.journal import Record
 
-__all__ = ["Unfinished", "partial_folder", "require_startable", "unfinished_output"]
+__all__ = ["Purpose", "Unfinished", "partial_folder", "require_startable", "unfinished_output"]
 
 _LOCK: Final = "lock"
 _JOURNAL: Final = "journal"
@@ -44,6 +45,23 @@ _KNOWN: Final = frozenset({_LOCK, _JOURNAL, _NEW_JOURNAL, _FILES, _REPLACED})
 _PUBLISHED: Final = "published"
 _LONGEST_STEM: Final = 200
 _MOST_TRIES: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Purpose:
+    """What an output will be.
+
+    Attributes:
+        first: The first record of its journal. ``what`` is the words for it, ``nbytes`` how much
+            is to be written; the ``nbytes`` of later records add up to what is done.
+        differs: Says how the first record of an earlier process means something else; empty where
+            both mean the same.
+        is_written: Whether a folder is this very output, finished.
+    """
+
+    first: Record
+    differs: Callable[[Record], str]
+    is_written: Callable[[Path], bool]
 
 
 class Unfinished:
@@ -117,18 +135,15 @@ class Unfinished:
         self._journal.append(records)
         self.done_nbytes += _done_nbytes(records)
 
-    def publish(self, seal: str) -> None:
+    def publish(self) -> None:
         """Make everything durable, and give it its final name.
-
-        Args:
-            seal: Name of a file of the output by which it is known again.
 
         Raises:
             ExistsError: Something appeared under the final name meanwhile.
             ExecutionError: The system cannot do it.
         """
         self.files.sync()
-        self.note([{_PUBLISHED: [seal, _digest(self.files.path / seal)]}])
+        self.note([{_PUBLISHED: True}])
         replaced = self.folder / _REPLACED
         put_in_place(self.files.path, self._target, replaced=replaced, force=self._force)
         self.is_published = True
@@ -146,8 +161,7 @@ class Unfinished:
 @contextmanager
 def unfinished_output(
     final: str | PathLike[str],
-    first: Record,
-    differs: Callable[[Record], str],
+    purpose: Purpose,
     *,
     force: bool = False,
     resume: bool = False,
@@ -161,14 +175,11 @@ def unfinished_output(
 
     Args:
         final: Where the output shall be. Its parents are made as needed.
-        first: First record of the journal, which says what the output will be. ``what`` is the
-            words for it, ``nbytes`` how much is to be written; the ``nbytes`` of later records add
-            up to what is done.
-        differs: Says how the first record of an earlier process means something else than this
-            one; empty where both mean the same.
+        purpose: What it will be.
         force: Replace a folder that is there, all of it, once the new one is durable, and throw
             away what an earlier process left.
-        resume: Go on where an earlier process stopped. Without one, start.
+        resume: Go on where an earlier process stopped; if it had finished, nothing is left to do.
+            Without one, start.
         inputs: What is being read; an output that would replace it is refused, even with `force`.
 
     Yields:
@@ -184,7 +195,7 @@ def unfinished_output(
     target = Path(os.path.realpath(final))
     place = Unfinished(partial_folder(target), target, force=force)
     kept = [Path(os.path.realpath(path)) for path in inputs]
-    if not os.path.lexists(place.folder):
+    if not os.path.lexists(place.folder) and not (resume and purpose.is_written(target)):
         require_free(target, force=force, inputs=kept)
     fresh = make_parents(target)
     is_removed = False
@@ -193,7 +204,7 @@ def unfinished_output(
             records = read_journal(place.folder / _JOURNAL)
             place.keeps = bool(records)
             try:
-                _enter(place, target, [first, *records], differs, force, resume, kept)
+                _enter(place, purpose, records, target, force, resume, kept)
                 yield place
             finally:
                 place.close()
@@ -245,15 +256,14 @@ def partial_folder(target: Path) -> Path:
 
 def _enter(
     place: Unfinished,
+    purpose: Purpose,
+    records: Sequence[Record],
     target: Path,
-    journals: Sequence[Record],
-    differs: Callable[[Record], str],
     force: bool,  # noqa: FBT001 - handed on
     resume: bool,  # noqa: FBT001
     inputs: Sequence[Path],
 ) -> None:
-    """Begin, or go on with what an earlier process left; `journals` is our record and all its."""
-    first, *records = journals
+    """Begin, or go on with what an earlier process left, if there are records of it."""
     require_no_input(place.folder, inputs)
     replaced = place.folder / _REPLACED
     if os.path.lexists(replaced) and not os.path.lexists(target):
@@ -261,13 +271,18 @@ def _enter(
         with translated(f"cannot get back what was here, which is now {replaced}", target):
             replaced.rename(target)
         sync_path(target.parent)
-    is_done = bool(records) and _is_published(place, target, records)
+    was_published = bool(records) and _PUBLISHED in records[-1]
+    is_done = (
+        (was_published or (resume and not force))
+        and not place.files.path.exists()
+        and purpose.is_written(target)
+    )
     place.keeps = place.keeps and not is_done
-    difference = differs(records[0]) if records else ""
-    if is_done and resume and not difference:
+    if is_done and resume:
         place.records = tuple(records[1:])
         place.is_published = True
         return
+    difference = purpose.differs(records[0]) if records else ""
     if records and not is_done:
         if resume and difference:
             raise ExistsError(
@@ -281,18 +296,7 @@ def _enter(
     if records and resume and not is_done:
         place.resume(records)
     else:
-        place.begin([first])
-
-
-def _is_published(place: Unfinished, target: Path, records: Sequence[Record]) -> bool:
-    """Whether the earlier process did everything but clean up."""
-    match records[-1].get(_PUBLISHED):
-        case [str(seal), str(digest)] if not place.files.path.exists():
-            with suppress(OSError):
-                return _digest(target / seal) == digest
-        case _:
-            pass
-    return False
+        place.begin([purpose.first])
 
 
 def _left(folder: Path, target: Path, records: Sequence[Record]) -> ExistsError:
@@ -326,6 +330,10 @@ def _held(folder: Path, target: Path) -> Iterator[None]:
                     stack.enter_context(locked(folder / _LOCK, what=str(target)))
                 except FileNotFoundError:
                     continue  # its last holder has just removed it
+                except OSError:
+                    with suppress(OSError):
+                        folder.rmdir()  # if it is empty, nobody uses it
+                    raise
             yield
             return
     raise ExecutionError("other processes come and go there", where=str(target))
@@ -353,8 +361,3 @@ def _remove(folder: Path, target: Path) -> None:
         for name in (_NEW_JOURNAL, _JOURNAL, _LOCK):
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return blake2b(file.read(), digest_size=16).hexdigest()

@@ -38,22 +38,25 @@ class FailingFiles:
 
     Attributes:
         folder: The folder; nothing outside of it fails.
-        at: Number of the operation that fails, counted from 1; 0 for none.
+        at: The operation that fails: its number, counted from 1, or its name and the last part of
+            its path, such as ``"rename files"``; 0 for none.
         number: `errno` of the failure; 0 for the death of the process.
         is_lasting: Whether all later operations of the same kind fail likewise, as on a full disk.
         is_torn: Whether a write that is the last one happens by half.
         loses: Whether what is not synced is lost when the process dies.
         calls: Operations so far: their names, with the last part of the path.
+        has_failed: Whether the operation was reached.
         is_dead: Whether the process has died.
     """
 
     folder: Path
-    at: int = 0
+    at: int | str = 0
     number: int = 0
     is_lasting: bool = False
     is_torn: bool = False
     loses: bool = False
     calls: list[str] = field(default_factory=list)
+    has_failed: bool = False
     is_dead: bool = False
     _undo: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
     _lock: Lock = field(default_factory=Lock)
@@ -81,13 +84,14 @@ class FailingFiles:
             if self.is_dead:
                 raise Died
             self.calls.append(f"{name} {Path(path).name}")
-            count = len(self.calls)
-            if count == self.at and not self.number:
+            is_it = not self.has_failed and self.at in {len(self.calls), self.calls[-1]}
+            has_failed, self.has_failed = self.has_failed, self.has_failed or is_it
+            if is_it and not self.number:
                 if self.is_torn and name in {"pwrite", "write"}:
                     half = memoryview(arguments[1])[: len(arguments[1]) // 2]
                     self._do(name, path, arguments[0], half, *arguments[2:], **options)
                 self._die()
-            if self.at and (count == self.at or (count > self.at and self._lasts(name))):
+            if is_it or (has_failed and self._lasts(name)):
                 raise OSError(self.number, os.strerror(self.number), path)
             return self._do(name, path, *arguments, **options)
 
@@ -160,7 +164,7 @@ def _path_of(named: Any, folder: int | None) -> Path:
 def failing_files(
     folder: Path,
     *,
-    at: int = 0,
+    at: int | str = 0,
     number: int = 0,
     kind: Literal["once", "lasting"] = "once",
     is_torn: bool = False,
@@ -170,7 +174,7 @@ def failing_files(
 
     Args:
         folder: The folder.
-        at: Number of the operation, counted from 1; 0 only counts.
+        at: The operation, by number or name; 0 only counts.
         number: `errno` of the error; 0 ends the process there.
         kind: Whether later operations that need room fail likewise.
         is_torn: Whether a write at which the process ends happens by half.
