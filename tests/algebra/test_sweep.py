@@ -166,7 +166,7 @@ def test_the_limit_is_the_callers():
 
     assert sum(region.numel for region in sweep(walks, 10**5)) == 199
     with pytest.raises(UnsupportedError, match="little in common that 150 steps"):
-        sweep(walks, 10**5, limit=22)
+        sweep(walks, 10**5, limit=134)
 
 
 @given(st.randoms(use_true_random=False))
@@ -225,3 +225,21 @@ def test_points_of_the_field_differ_by_seed_and_number_and_are_neither_0_nor_1()
 @pytest.mark.parametrize("bits", [1, 30, 50, 60, 88, 100])
 def test_enough_points_are_taken_for_the_promised_error(bits):
     assert (127 - bits) * points_needed(2**bits - 1) >= 77
+
+
+def test_a_list_of_lattices_with_nothing_in_common_is_refused_after_a_few_steps_for_each():
+    """A map file of some megabytes lists ten thousands of them."""
+    random = Random(0)  # noqa: S311 - repeatable cases, no secrets
+    walks = [
+        (
+            random.randrange(10**6),
+            [(random.randint(2, 999), random.randint(1, 999)) for _ in range(2)],
+            number,
+        )
+        for number in range(2000)
+    ]
+
+    with pytest.raises(UnsupportedError, match=r"that (\d+) steps were not enough") as caught:
+        sweep(walks, 10**9, limit=0)
+
+    assert int(caught.value.problem.split(" steps")[0].split()[-1]) == 8 * len(walks)

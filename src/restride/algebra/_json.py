@@ -40,11 +40,17 @@ def parse_object(text: str | bytes) -> dict[str, object]:
     try:
         decoded = text.decode() if isinstance(text, bytes) else text
         decoded.encode()
-        value = json.loads(decoded, object_pairs_hook=_unrepeated, parse_constant=_refuse_constant)
+        repeated: list[_Repeated] = []
+        value = json.loads(
+            decoded,
+            object_pairs_hook=lambda pairs: _unrepeated(pairs, repeated),
+            parse_constant=_refuse_constant,
+        )
         if "\\u" in decoded:
             # Escapes can spell half of a surrogate pair, which cannot be written again.
             json.dumps(value, ensure_ascii=False).encode()
-        _refuse_repeated(value, "$")
+        if repeated:
+            _refuse_repeated(value, "$")
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise FormatError(f"it is no UTF-8 text ({error.reason})", where="$") from None
     except RecursionError:
@@ -62,9 +68,12 @@ class _Repeated(dict[str, object]):
     """An object in which a key comes twice; where it stands is known when all is parsed."""
 
 
-def _unrepeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unrepeated(pairs: list[tuple[str, object]], repeated: list[_Repeated]) -> dict[str, object]:
     value = dict(pairs)
-    return value if len(value) == len(pairs) else _Repeated(Counter(key for key, _ in pairs))
+    if len(value) == len(pairs):
+        return value
+    repeated.append(_Repeated(Counter(key for key, _ in pairs)))
+    return repeated[-1]
 
 
 def _refuse_repeated(value: object, where: str) -> None:

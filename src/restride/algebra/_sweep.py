@@ -38,6 +38,10 @@ __all__ = ["DEFAULT_LIMIT", "Region", "lowest_missing", "sweep"]
 DEFAULT_LIMIT = 200_000
 """Runs and regions that a sweep may handle before it gives up: about half a second."""
 
+# Beyond that, for each lattice. Layouts of more than a dozen lattices need up to four; a map file
+# may list ten thousands with nothing in common, and is refused in seconds.
+_MOST_PER_LATTICE = 8
+
 # Every level costs two Python frames; layouts of frameworks need fewer than ten levels and loops.
 _MOST_DEPTH = 100
 _MOST_DIGITS = 100
@@ -121,7 +125,7 @@ def sweep(
         number = names.setdefault(tag, len(names))
         stands_still = any(stride == 0 and extent > 1 for extent, stride in digits)
         _add(entries, lattice, (number, number) if stands_still else (number,))
-    sweeper = _Sweeper(limit + 64 * len(entries))
+    sweeper = _Sweeper(limit + _MOST_PER_LATTICE * len(entries))
     found = sweeper.solve([(*lattice, tags) for lattice, tags in entries.items()], 0)
     by_tags: dict[_Tags, list[Lattice]] = {}
     for base, digits, tags in found:

@@ -50,6 +50,7 @@ _VERSION: Final = 1
 _WRITTEN: Final = f"{_FORMAT}/{_VERSION}"
 _MOST_LOOPS: Final = 64
 _MOST_SCALE_DIGITS: Final = 40
+_ONE: Final = Fraction(1)
 # Each piece is compared with each run of shards.
 _MOST_CHECKS: Final = 2**22
 
@@ -278,6 +279,8 @@ def _axes(loops: Sequence[tuple[int, int, int, int]], where: str) -> tuple[Axis,
 
 def _scale(text: str, where: str) -> Fraction:
     """Read a fraction in lowest terms; `Fraction` itself would also compute ``1e999999999``."""
+    if text == "1":
+        return _ONE
     numerator, slash, denominator = text.removeprefix("-").partition("/")
     digits = (numerator, denominator) if slash else (numerator,)
     are_digits = all(part.isascii() and part.isdigit() for part in digits)
