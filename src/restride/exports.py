@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.selection import Selected, States, Target
+    from restride.checkpoint.training import Training
 
 __all__ = ["Wanted", "lay_out_export"]
 
@@ -140,7 +141,7 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted) -> Export:
         tp=_size(catalog, wanted.tp, "tp"),
         dp=_size(catalog, wanted.dp, "dp"),
         zero=_stage(catalog, wanted.zero),
-        ep=wanted.ep or 1,
+        ep=_expert_size(training) if wanted.ep is None else wanted.ep,
     )
     cut = find_cut(catalog, Cut(target.tp, wanted.config, wanted.rules, wanted.plan, wanted.grain))
     written = lay_out(catalog, training, target, cut.layouts)
@@ -158,6 +159,12 @@ def _size(catalog: Catalog, said: int | None, axis: str) -> int:
             remedy=f"say how many there will be: {axis}",
         )
     return known
+
+
+def _expert_size(training: Training) -> int:
+    """Expert-parallel ranks of the source; 1 where it has none, or has no experts."""
+    sizes = [layer.get("ep_size") for layer in training.experts[:1]]
+    return next((size for size in sizes if isinstance(size, int)), 1)
 
 
 def _stage(catalog: Catalog, said: int | None) -> int:

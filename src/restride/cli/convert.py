@@ -60,7 +60,7 @@ _MOST_SHOWN: Final = 12
     "--ep",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Expert-parallel ranks, a part of the data-parallel ones. Default: 1.",
+    help="Expert-parallel ranks, a part of the data-parallel ones. Default: as in CHECKPOINT.",
 )
 @click.option(
     "--zero",

@@ -34,6 +34,7 @@ _MOST_KEYS: Final = 8
 def findings_of(writing: Writing) -> Iterator[Finding]:
     """Tell of settings that do not fit the target, and of values that not all ranks share."""
     yield from _stage(writing)
+    yield from _experts(writing)
     yield from _batch(writing)
     if writing.target.zero <= _GRADIENTS and writing.is_round_robin:
         message = (
@@ -60,6 +61,17 @@ def _stage(writing: Writing) -> Iterator[Finding]:
             f"trained: resume with {writing.target.tp}"
         )
         yield Finding("note", "config-tp", message)
+
+
+def _experts(writing: Writing) -> Iterator[Finding]:
+    section = writing.config.get("expert_parallel") if writing.config else None
+    size = section.get("autoep_size") if section and section.is_mapping else None
+    if writing.experts is not None and size is not None and size.value != writing.target.ep:
+        message = (
+            f"ds_config in the files says autoep_size {shown(size.value)}, as the source was "
+            f"trained: resume with {writing.target.ep}"
+        )
+        yield Finding("note", "config-ep", message)
 
 
 def _batch(writing: Writing) -> Iterator[Finding]:
