@@ -49,6 +49,12 @@ QKV = "transformer.h.0.attn.qkv_proj.weight"
 HEADER = 'format = "restride-rules/1"\n'
 
 
+def model(kv_heads):
+    """A config and the shapes of a model with so many key/value heads of two rows."""
+    shapes = SHAPES | dict.fromkeys((K, K1), (2 * kv_heads, 16))
+    return LLAMA | {"num_key_value_heads": kv_heads}, shapes
+
+
 def llama(ranks, config=LLAMA, **more):
     """A checkpoint that AutoTP would write."""
     return catalog_of(autotp_layouts(config, SHAPES, mesh={"tp": ranks}), **more)
@@ -75,11 +81,12 @@ def assert_same(found, wanted):
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5))
 def test_a_preset_gives_what_it_would_have_given_at_once(before, after, kv_heads):
-    config = LLAMA | {"num_key_value_heads": kv_heads}
+    config, shapes = model(kv_heads)
+    catalog = catalog_of(autotp_layouts(config, shapes, mesh={"tp": before}))
 
-    found = retarget(llama(before, config), tp=after, config=config)
+    found = retarget(catalog, tp=after, config=config)
 
-    assert_same(found.layouts, autotp_layouts(config, SHAPES, mesh={"tp": after}))
+    assert_same(found.layouts, autotp_layouts(config, shapes, mesh={"tp": after}))
     assert found.findings == ()
     for layout in found.layouts.values():
         assert isinstance(prove(layout), Covered)
@@ -150,8 +157,8 @@ def test_what_no_family_explains_is_refused():
 
 def test_a_number_of_heads_that_does_not_fit_rules_a_family_out():
     """The preset says nothing of the name; the config still says that there are five heads."""
-    shapes = SHAPES | {"model.layers.0.lora.weight": (8, 16)}
-    config = LLAMA | {"num_key_value_heads": 5}
+    config, shapes = model(5)
+    shapes |= {"model.layers.0.lora.weight": (8, 16)}
     cut = autotp_layouts(config, shapes, mesh={"tp": 2})
     cut["model.layers.0.lora.weight"] = layouts.split((8, 16), mesh={"tp": 2})
 
@@ -192,6 +199,37 @@ def test_names_of_another_model_are_refused():
         tp=2,
         config={"model_type": "opt", "num_attention_heads": 8},
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("sizes_of_another", "words"),
+    [
+        (
+            {"hidden_size": 32},
+            "hidden size of 32, and 'model.layers.0.self_attn.o_proj.weight' has 16 rows",
+        ),
+        (
+            {"num_key_value_heads": 8},
+            "8 heads and 8 key/value heads, and 'model.layers.0.self_attn.q_proj",
+        ),
+        ({"num_attention_heads": 4}, f"has 16 rows, {K!r} has 8"),
+    ],
+)
+def test_a_config_of_another_size_of_the_model_is_refused(ranks, sizes_of_another, words):
+    """It may well explain two ranks: eight heads and four are the same there."""
+    refused(
+        f"the config says|{words}|the config is of another size of the model",
+        llama(ranks),
+        tp=4,
+        config=LLAMA | sizes_of_another,
+    )
+
+
+def test_a_config_that_says_its_size_rightly_is_taken():
+    config = LLAMA | {"hidden_size": 16}
+
+    assert retarget(llama(2), tp=4, config=config).how[K] == "preset llama"
 
 
 def codegen(*, plan, ranks=2, heads=16):
@@ -403,17 +441,17 @@ def test_a_tensor_over_other_ranks_is_refused():
 
 def test_a_grain_is_that_of_the_checkpoint_unless_another_is_given():
     stated = {"optimizer": {"ds_config": {"tensor_parallel": {"tp_grain_size": 4}}}}
-    config = LLAMA | {"num_key_value_heads": 3}
-    before = autotp_layouts(config, SHAPES, mesh={"tp": 3}, grain=4)
+    config, shapes = model(3)
+    before = autotp_layouts(config, shapes, mesh={"tp": 3}, grain=4)
     catalog = catalog_of(before, values=stated)
 
     assert_same(
         retarget(catalog, tp=5, config=config).layouts,
-        autotp_layouts(config, SHAPES, mesh={"tp": 5}, grain=4),
+        autotp_layouts(config, shapes, mesh={"tp": 5}, grain=4),
     )
     assert_same(
         retarget(catalog, tp=5, config=config, grain=1).layouts,
-        autotp_layouts(config, SHAPES, mesh={"tp": 5}),
+        autotp_layouts(config, shapes, mesh={"tp": 5}),
     )
 
 

@@ -157,13 +157,13 @@ class _Model:
             # DeepSpeed goes by the config; where that is silent, by the model, which has a head of
             # its own or has not. Names that a rule has decided are not among those asked for.
             self._config["tie_word_embeddings"] = not any(_is_head(s.name) for s in parameters)
-        self._names = [source.name for source in parameters]
+        self._all = {s.name: s.layout.full_shape for s in parameters if s.layout.unit_bits is None}
         self._shapes = {s.name: s.layout.full_shape for s in asked if s.layout.unit_bits is None}
 
     def cuts(self, mesh: Mesh, plan: bool | None, grain: int) -> Mapping[str, Layout]:  # noqa: FBT001
         """Layouts of what the preset speaks of."""
         if mesh.size > 1:
-            require_model_of(self._config, self._names)
+            require_model_of(self._config, self._all)
         return autotp_cuts(self._config, self._shapes, mesh=mesh, grain=grain, plan=plan)
 
 

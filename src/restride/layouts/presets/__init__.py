@@ -5,17 +5,15 @@ Face ``config.json``; `read_rules` and `rule_layouts` do so by rules that a user
 """
 
 from restride.layouts.presets._config import Settings, read_settings
-from restride.layouts.presets.autotp import (
-    autotp_cuts,
-    autotp_layouts,
-    fused_layout,
+from restride.layouts.presets._models import (
     how_to_write,
     known_models,
     name_pattern,
     nearest_models,
-    require_model_of,
     shown_models,
 )
+from restride.layouts.presets.autotp import autotp_cuts, autotp_layouts, fused_layout
+from restride.layouts.presets.fitting import require_model_of
 from restride.layouts.presets.rule_file import (
     Matched,
     Rules,
