@@ -15,8 +15,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from restride.checkpoint.selection import select_weights
-from restride.errors import CorruptError
+from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_target import place_experts
+from restride.formats.deepspeed._files import is_layer_file
 from restride.formats.deepspeed._write_chunks import write_chunks
 from restride.formats.deepspeed._write_experts import write_expert_files
 from restride.formats.deepspeed._write_findings import findings_of
@@ -71,6 +72,7 @@ def lay_out(
                 where=catalog.root,
                 remedy="`restride check` lists everything that is missing",
             )
+    _require_module(catalog)
     placed = place_experts(catalog, training, target)
     if placed is not None:
         training, layouts = placed.retold(training), {**layouts, **placed.layouts}
@@ -105,3 +107,15 @@ def lay_out(
     writing.output.add_file("latest", training.tag.encode())
     writing.findings.extend(findings_of(writing))
     return writing.output.finish(tuple(writing.findings))
+
+
+def _require_module(catalog: Catalog) -> None:
+    """Layers of a pipeline are no modules of a model: no engine would find their names."""
+    stages = dict(catalog.mesh.axes).get("pp", 1)
+    if stages > 1 or any(is_layer_file(file.name) for file in catalog.files):
+        raise UnsupportedError(
+            f"is of a pipeline of {stages} stages, and its sharded form has a file for each layer, "
+            "which cannot be written",
+            where=catalog.root,
+            remedy="convert with --to universal, from which pipelines of any stages resume",
+        )
