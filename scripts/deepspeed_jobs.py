@@ -14,6 +14,9 @@ tiny model with random weights (nothing is downloaded), makes an engine of it, l
 (`resave`), trains `steps` batches, saves (`save`, with the model's ``config.json`` beside it), and
 trains `more`. Losses are exact, in hexadecimal.
 
+Parameters whose names have one of the parts in `freeze` are frozen; `vectors` are settings of the
+optimizer for a group of the parameters with one dimension.
+
 Processes are forked from one that has imported torch, DeepSpeed and transformers once, which makes
 a job a matter of a second or two instead of ten. Every rank gets the same batches, so that the
 gradients do not depend on the number of data-parallel ranks.
@@ -200,7 +203,7 @@ def train(rank: int, job: dict[str, Any]) -> list[str]:
     if job["model"] in WITHOUT_PLAN:
         hide_plan(model)
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=settings_of(job)
+        model=model, model_parameters=trained(model, job), config=settings_of(job)
     )
     if job.get("load"):
         path, _ = engine.load_checkpoint(job["load"])
@@ -229,6 +232,18 @@ def train(rank: int, job: dict[str, Any]) -> list[str]:
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return losses
+
+
+def trained(model: Any, job: dict[str, Any]) -> Any:
+    """What the optimizer gets: all that is not frozen, vectors in a group of their own if asked."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not any(part in name for part in job.get("freeze", []))
+    if "vectors" not in job:
+        return model.parameters()
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], **job["vectors"]}]
+    for parameter in model.parameters():
+        groups[parameter.dim() == 1]["params"].append(parameter)
+    return groups
 
 
 def save(engine: Any, folder: str, rank: int) -> None:
