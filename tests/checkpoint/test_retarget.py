@@ -248,7 +248,9 @@ def test_the_plan_is_followed_as_the_run_did_that_wrote_the_checkpoint(plan):
     name = "preset codegen" if plan else "preset codegen without its plan"
     assert set(found.how.values()) == {name}
     # Following it cuts the fused weight against its heads, and that is said.
-    assert [f.kind for f in found.findings] == ["fused-cut" if plan else "without-plan"]
+    (finding,) = found.findings
+    assert finding.kind == ("fused-cut" if plan else "without-plan")
+    assert ("codegen-qkv would keep them together; an engine that does" in finding.message) == plan
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

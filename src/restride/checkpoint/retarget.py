@@ -59,6 +59,7 @@ __all__ = ["Retargeted", "retarget"]
 _EP: Final = "ep"
 _WHOLE: Final = "whole"
 _KEPT: Final = "kept"
+_PRESET: Final = "preset"
 _MATRIX: Final = 2
 
 
@@ -310,6 +311,10 @@ class _Retargeting:
                 where = f"tensor {name!r}"
                 how = self._decided[name][1]
                 message = f"{where}, as {how} cuts it for {self._mesh.size} ranks: {wrong}"
+                if how.startswith(_PRESET):
+                    message += (
+                        "; an engine that does not follow transformers' plan does (--no-plan)"
+                    )
                 self._findings.append(
                     Finding("warning", FUSED_CUT, message, where, {"pattern": pattern})
                 )
