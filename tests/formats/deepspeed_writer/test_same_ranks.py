@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from restride import api
 from restride.formats.deepspeed.reader import read_catalog
 from restride.formats.deepspeed.target import DeepSpeedTarget
 from restride.formats.deepspeed.training import read_training
 from restride.formats.deepspeed.writer import lay_out
 from restride.testing.exporting import write_export
+from restride.testing.gather import gather
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,3 +95,21 @@ def test_files_hold_what_the_engine_wrote(name: str, shared: Path, tmp_path: Pat
         expected = torch.load(root / file, weights_only=False)
         found = torch.load(tmp_path / "out" / file, weights_only=False)
         assert not _difference(*map(_without_single_parts, (expected, found)), str(file))
+
+
+@pytest.mark.parametrize(("name", "zero"), [("llama_tied_tp2_z1", 2), ("gpt2_tp1dp2_z1", 1)])
+def test_deepspeeds_own_script_reads_the_master_weights(
+    name: str, zero: int, shared: Path, tmp_path: Path
+) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    source = shared / "checkpoints" / name
+    api.convert(source, tmp_path / "out", to="deepspeed", tp=1, dp=3, zero=zero)
+
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out")
+
+    for tensor in (catalog := api.open(source)).tensors:
+        expected = gather(catalog, tensor.states["fp32"]).tobytes()
+        for key in (tensor.name, *tensor.aliases):
+            assert found.pop(key).numpy().tobytes() == expected, key
+    assert not found
