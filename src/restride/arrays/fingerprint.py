@@ -55,14 +55,16 @@ _BLOCK_NBYTES: Final = _ROWS * _ROW_NBYTES
 # A sum of a row has up to 53 bits. It is cut in two, so that sums of 2048 of them are exact too.
 _LIMB: Final = 1 << 27
 _SEED: Final = b"restride-fingerprint/1"
+_INTEGERS_NBYTES: Final = 1 << 15
 
 
 def scratch_nbytes(rows: int) -> int:
     """Memory of a `Digester` that digests so many rows at a time.
 
-    Words as float64, the same bytes with zeros around a part of them, and the sums of the rows.
+    Words as float64, the same bytes with zeros around a part of them, the sums of the rows, and the
+    integers that are made of those.
     """
-    return (2 + 1) * rows * _ROW_NBYTES + 6 * 8 * rows * _SUMS
+    return (2 + 1) * rows * _ROW_NBYTES + 6 * 8 * rows * _SUMS + _INTEGERS_NBYTES
 
 
 SCRATCH_NBYTES: Final = scratch_nbytes(_ROWS)

@@ -68,7 +68,7 @@ def digest_rows(budget_nbytes: int, workers: int) -> int:
 
     Examples:
         >>> digest_rows(512 << 20, 4), digest_rows(1 << 20, 2)
-        (256, 8)
+        (256, 1)
     """
     rows = _MOST_ROWS
     while rows > 1 and workers * scratch_nbytes(rows) > budget_nbytes // _ROWS_SHARE:

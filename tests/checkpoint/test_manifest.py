@@ -1,0 +1,118 @@
+"""A manifest comes back as it was written, or is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from restride.checkpoint.manifest import (
+    Manifest,
+    ManifestFile,
+    ManifestPart,
+    manifest_from_json,
+    manifest_to_json,
+)
+from restride.errors import CorruptError, FormatError, UnsupportedError
+
+DIGEST = (1 << 127) - 2
+MANIFEST = Manifest(
+    version="1.2.3",
+    job="0" * 32,
+    block_nbytes=4,
+    files={
+        "model.safetensors": ManifestFile(
+            13,
+            (
+                ManifestPart(0, 3, (0,)),
+                ManifestPart(3, 10, (1, DIGEST, 3), "wte", "weight"),
+            ),
+        ),
+        "a/empty": ManifestFile(0, ()),
+    },
+    tensors={"wte": {"weight": "0" * 32}},
+)
+
+
+def test_a_manifest_is_read_as_it_was_written():
+    content = manifest_to_json(MANIFEST)
+
+    assert manifest_from_json(content, where="m") == MANIFEST
+    assert manifest_to_json(manifest_from_json(content, where="m")) == content
+    assert f'"{DIGEST:032x}"'.encode() in content
+
+
+def test_files_that_differ_in_a_block_have_different_digests():
+    file = MANIFEST.files["model.safetensors"]
+    other = ManifestFile(13, (file.parts[0], ManifestPart(3, 10, (1, 2, 3), "wte", "weight")))
+
+    assert file.digest != other.digest
+    assert len(file.digest) == 32
+
+
+def signed(change):
+    """The content with a change that its digest knows of."""
+    value = json.loads(manifest_to_json(MANIFEST))
+    del value["digest"]
+    change(value)
+    from restride.checkpoint.manifest import _digest
+
+    return json.dumps({**value, "digest": _digest(value)}).encode()
+
+
+def at(*path, to):
+    def change(value):
+        for key in path[:-1]:
+            value = value[key]
+        value[path[-1]] = to
+
+    return change
+
+
+FILE = ("files", "model.safetensors")
+REFUSED = [
+    (at("format", to="restride-manifest/2"), UnsupportedError, "restride-manifest/2"),
+    (at("format", to="other"), FormatError, r"m: \$.format: it is no manifest"),
+    (at("format", to=None), FormatError, "it is no manifest"),
+    (at("version", to=1), CorruptError, r"\$.version: .* a text"),
+    (at("job", to=None), CorruptError, r"\$.job"),
+    (at("block_nbytes", to=0), CorruptError, "blocks of 0 bytes"),
+    (at("block_nbytes", to=-4), CorruptError, "number of bytes"),
+    (at("block_nbytes", to=True), CorruptError, "number of bytes"),
+    (at("files", to=[]), CorruptError, r"\$.files: .* an object"),
+    (at("files", "../x", to={"nbytes": 0, "parts": []}), CorruptError, "no path below"),
+    (at("files", "/etc/passwd", to={"nbytes": 0, "parts": []}), CorruptError, "no path below"),
+    (at("files", "a\0b", to={"nbytes": 0, "parts": []}), CorruptError, "no path below"),
+    (at(*FILE, to=3), CorruptError, "an object"),
+    (at(*FILE, "nbytes", to=14), CorruptError, "parts end at byte 13 of 14"),
+    (at(*FILE, "parts", to={}), CorruptError, "a list"),
+    (at(*FILE, "parts", 1, "start_nbytes", to=4), CorruptError, "starts at byte 4, not 3"),
+    (at(*FILE, "parts", 1, "nbytes", to=100), CorruptError, "3 blocks are given for 100 bytes"),
+    (at(*FILE, "parts", 1, "blocks", 0, to="1"), CorruptError, "32 hexadecimal digits"),
+    (at(*FILE, "parts", 1, "blocks", 0, to="G" * 32), CorruptError, "32 hexadecimal digits"),
+    (at(*FILE, "parts", 1, "blocks", 0, to=7), CorruptError, "a text"),
+    (at(*FILE, "parts", 1, "tensor", to=7), CorruptError, "a text"),
+    (at("tensors", "wte", to=7), CorruptError, "an object"),
+    (at("tensors", "wte", "weight", to=7), CorruptError, "a text"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "problem"), REFUSED)
+def test_what_cannot_be_is_refused_with_its_place(change, error, problem):
+    with pytest.raises(error, match=problem):
+        manifest_from_json(signed(change), where="m")
+
+
+def test_one_that_was_edited_is_told_from_its_digest():
+    content = manifest_to_json(MANIFEST).replace(b"1.2.3", b"1.2.4")
+
+    with pytest.raises(CorruptError, match="m: it is not as it was written"):
+        manifest_from_json(content, where="m")
+    with pytest.raises(CorruptError, match="m: it is not as it was written"):
+        manifest_from_json(b'{"format": "restride-manifest/1"}', where="m")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"a": 1, "a": 2}', b"[" * 10**5])
+def test_what_is_no_json_object_is_refused(content):
+    with pytest.raises(FormatError, match=r"^m: "):
+        manifest_from_json(content, where="m")
