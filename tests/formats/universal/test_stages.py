@@ -101,7 +101,9 @@ def groups_of(path):
 )
 def test_every_state_survives_every_pair_of_stages(tmp_path_factory, data, dp, tp, source, target):
     parameters = {"first": parameter(0, (2,))}
-    parameters["norm"] = parameter(5_000, (3,), group=data.draw(st.integers(0, 1)))
+    # Of groups that ZeRO-3 splits elsewhere on ranks that hold nothing, see below.
+    group = data.draw(st.integers(0, 1)) if source == 1 else 0
+    parameters["norm"] = parameter(5_000, (3,), group=group)
     for number in range(3):
         widths = tuple(data.draw(st.lists(st.integers(0, 3), min_size=tp, max_size=tp)))
         dim = data.draw(st.integers(0, 1))
@@ -200,6 +202,23 @@ def test_sub_groups_keep_their_steps_and_lose_the_partitions_of_one_rank(tmp_pat
     assert [group["params"] for group in inner["param_groups"]] == [[0, 1], [2]]
     assert state["param_groups"] == inner["param_groups"]
     assert [group["lr"] for group in inner["param_groups"]] == [0.5, 1.5]
+
+
+def test_a_group_that_the_first_rank_does_not_know_is_not_guessed(tmp_path):
+    parameters = {
+        "first": parameter(0, (2,)),
+        "second": parameter(5_000, (2,)),
+        "empty.on.rank.0": parameter(10_000, (2, 2), (0, (0, 2))),
+        "norm": parameter(15_000, (2,), group=1),
+    }
+    made = converted(written(tmp_path / "in", 3, parameters), tmp_path / "out")
+
+    catalog = api.open(made)
+
+    assert [finding.kind for finding in catalog.findings] == ["unknown-group"]
+    assert "which of 2 groups of parameters has 'empty.on.rank.0'" in catalog.findings[0].message
+    with pytest.raises(UnsupportedError, match="convert the checkpoint that the folder was made"):
+        open_training(catalog)
 
 
 def test_an_engine_of_zero_1_is_told_which_version_wrote_the_optimizer(tmp_path):

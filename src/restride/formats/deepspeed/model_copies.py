@@ -132,7 +132,7 @@ class ModelCopies:
         empty: dict[DType, StoredTensor] = {}
 
         def in_module(name: str, stored: StoredTensor) -> Value:
-            if name in model.buffer_names:
+            if name in model.buffer_names or not prod(stored.shape):
                 return stored
             dtype = stored.storage.dtype
             if dtype not in empty:
@@ -193,8 +193,13 @@ class ModelCopies:
             **_items(model.root),
             "optimizer": None,
             "param_shapes": [_shapes(members) for members in groups],
+            "shared_params": {} if model.tp else self._aliases(),
             **({} if told is None else {_INFO: told}),
         }
+
+    def _aliases(self) -> dict[Value, Value]:
+        """Second names, which only the first rank of all knows of."""
+        return {alias: tensor.name for tensor in self._catalog.tensors for alias in tensor.aliases}
 
     def _groups(self) -> Iterator[tuple[str, ...]]:
         yield from (group.names for group in self._training.groups)

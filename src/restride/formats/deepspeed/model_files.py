@@ -23,7 +23,7 @@ from restride.formats.deepspeed._state_values import read_values
 from restride.formats.deepspeed._tensors import read_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from restride.checkpoint.catalog import TensorEntry
@@ -124,7 +124,13 @@ def read_model_files(folder: Path, below: str) -> ModelFiles | None:
         tuple(dict.fromkeys([*first.dtypes, *chain(*chain(*trained))])),
         trained,
         experts,
-        {alias: name for model in run.models for alias, name in model.aliases.items()},
+        _aliases(run, tensors),
         values,
         tuple(findings),
     )
+
+
+def _aliases(run: Run, tensors: Iterable[TensorEntry]) -> dict[str, str]:
+    """Second names that are said, and those that share their bytes with another tensor."""
+    said = {alias: name for model in run.models for alias, name in model.aliases.items()}
+    return said | {alias: tensor.name for tensor in tensors for alias in tensor.aliases}

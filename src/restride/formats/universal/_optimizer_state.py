@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from restride.checkpoint.catalog import FileEntry
 from restride.checkpoint.orders import merged_order
 from restride.checkpoint.values import StoredTensor
-from restride.errors import CorruptError
+from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
 from restride.storage.torch_zip import open_torch_zip
 
@@ -55,14 +55,17 @@ class OptimizerState:
         """Find the entry of ``param_shapes`` that each parameter is in on the first rank.
 
         Other tensor-parallel ranks may hold nothing of a parameter and split their groups elsewhere
-        (ZeRO-3): then what stands in one entry with a known parameter is of its group.
+        (ZeRO-3). Entries are in the order of the groups, so one whose names the first rank does not
+        have is of the group of its neighbours, where these agree.
 
         Args:
             trained: For each rank, the names in each entry of its ``param_shapes``.
 
+        Returns:
+            Entries by name, without those that nothing is known of.
+
         Raises:
-            CorruptError: This file counts more or fewer entries than the first rank has, or nothing
-                says which group a parameter is in.
+            CorruptError: This file counts more or fewer entries than the first rank has.
         """
         count = len(self.groups) if self.parents is None else len(self.parents)
         if len(trained[0]) != count:
@@ -73,17 +76,16 @@ class OptimizerState:
             )
         found = {name: number for number, names in enumerate(trained[0]) for name in names}
         for listed in trained[1:]:
+            known: list[int | None] = [
+                next((found[name] for name in names if name in found), None) for names in listed
+            ]
+            if len(listed) == count:
+                known = [*range(count)]
             for number, names in enumerate(listed):
-                known = next((found[name] for name in names if name in found), None)
-                if known is None and (len(listed) == count or len(self.groups) == 1):
-                    known = min(number, count - 1)
-                if known is None:
-                    raise CorruptError(
-                        f"nothing says which of {len(self.groups)} groups of parameters has "
-                        f"{names[0]!r}",
-                        where=self.root.where,
-                    )
-                found.update((name, known) for name in names if name not in found)
+                before = next((n for n in reversed(known[: number + 1]) if n is not None), 0)
+                after = next((n for n in known[number:] if n is not None), count - 1)
+                if self.parent(before) == self.parent(after):
+                    found.update((name, before) for name in names if name not in found)
         return found
 
     def members(self, trained: Trained, order: Sequence[str]) -> list[tuple[str, ...]]:
@@ -95,11 +97,19 @@ class OptimizerState:
 
         Raises:
             CorruptError: As for `entries`.
+            UnsupportedError: Nothing says which group a parameter is in.
         """
         entries = self.entries(trained)
         by_rank: list[list[list[str]]] = [[[] for _ in self.groups] for _ in trained]
         for listed, groups in zip(trained, by_rank, strict=True):
             for name in chain(*listed):
+                if name not in entries:
+                    raise UnsupportedError(
+                        f"nothing says which of {len(self.groups)} groups of parameters has "
+                        f"{name!r}, of which the first rank held no element",
+                        where=self.root.where,
+                        remedy="convert the checkpoint that the folder was made of",
+                    )
                 groups[self.parent(entries[name])].append(name)
         return [merged_order(ranks, order) for ranks in zip(*by_rank, strict=True)]
 

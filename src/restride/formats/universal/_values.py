@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import StoredTensor
+from restride.errors import UnsupportedError
 from restride.formats.deepspeed._values import JsonWriter
 from restride.storage.ranges import FilePool
 
@@ -67,7 +68,10 @@ def read_values(
         findings.append(Finding("warning", "not-carried", message, where))
     members = None
     if models is not None and models.trained_names:
-        members = optimizer.members(models.trained, models.order)
+        try:
+            members = optimizer.members(models.trained, models.order)
+        except UnsupportedError as error:
+            findings.append(Finding("warning", "unknown-group", str(error), error.where))
     listed: list[Json] = []
     for number, group in enumerate(groups):
         plain = dict(group) if isinstance(group, dict) else {}

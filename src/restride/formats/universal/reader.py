@@ -7,6 +7,7 @@ source cut every parameter, its shape where the file has none (ZeRO-3), and all 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -169,8 +170,11 @@ class _Reader:
             entry = known.get(name)
             if aliases.get(name) in order:
                 continue
-            if entry is not None and (entry.kind == "buffer" or self._is_carried(entry, trained)):
+            if entry is not None and entry.kind == "buffer":
                 yield entry
+            elif entry is not None and self._is_carried(entry, trained):
+                is_frozen = bool(trained) and entry.layout.full_numel > 0
+                yield replace(entry, is_frozen=is_frozen or entry.is_frozen)
             elif name in names:
                 yield self._parameter(name, entry)
         missing = [name for name in trained if name not in names]
