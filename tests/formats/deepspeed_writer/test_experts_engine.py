@@ -1,0 +1,71 @@
+"""The real engine resumes experts on more and on fewer ranks than they were trained on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from restride import api
+from restride.testing.contents import file_content
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.interop
+
+MIXTRAL = {"model": "mixtral", "config": {"expert_parallel": {"preset_model": "mixtral"}}}
+
+
+def require_saved_again(ours: Path, theirs: Path) -> None:
+    """What an engine saves before its first step is what it loaded: the very same files.
+
+    Not the same are its own configuration, what other stages keep of the optimizer, and the class
+    of shapes, which are plain tuples in the files of AutoEP.
+    """
+    names = sorted(path.name for path in (ours / "step").iterdir())
+    assert names == sorted(path.name for path in (theirs / "step").iterdir())
+    for name in names:
+        found, expected = (file_content(folder / "step" / name) for folder in (ours, theirs))
+        for content in (found, expected):
+            content.pop("ds_config", None)
+            for key in ("clip_grad", "ds_version"):
+                content.get("optimizer_state_dict", {}).pop(key, None)
+            if "param_shapes" in content:
+                content["param_shapes"] = [
+                    {name: numbers for name, (_, numbers) in group.items()}
+                    for _, group, *_ in content["param_shapes"][1]
+                ]
+        assert found == expected, name
+
+
+def test_training_goes_on_bit_for_bit_on_more_ranks_and_on_fewer_again(
+    engine, tmp_path: Path
+) -> None:
+    """In float32 the sums over more ranks would round differently, here they do not."""
+    two, four = ({**MIXTRAL, "world": ranks, "ep": ranks} for ranks in (2, 4))
+    never_stopped = engine(**two, zero=1, steps=1, save=tmp_path / "source", more=2)
+
+    api.convert(tmp_path / "source", tmp_path / "four", to="deepspeed", dp=4, ep=4)
+    job = {**four, "zero": 1, "skip": 1, "steps": 1, "save": tmp_path / "later"}
+    on_four = engine(**job, load=tmp_path / "four", resave=tmp_path / "four again")
+
+    api.convert(tmp_path / "later", tmp_path / "two", to="deepspeed", dp=2, ep=2, zero=3)
+    job = {**two, "zero": 3, "skip": 2, "steps": 1}
+    on_two = engine(**job, load=tmp_path / "two", resave=tmp_path / "two again")
+
+    assert [*never_stopped[:1], *on_four, *on_two] == never_stopped
+    require_saved_again(tmp_path / "four", tmp_path / "four again")
+    require_saved_again(tmp_path / "two", tmp_path / "two again")
+
+
+def test_an_engine_in_which_every_rank_has_all_experts_saves_again_what_it_was_given(
+    engine, shared: Path, tmp_path: Path
+) -> None:
+    source = shared / "checkpoints" / "mixtral_ep2_z3"
+
+    api.convert(source, tmp_path / "out", to="deepspeed", ep=1, zero=2)
+
+    job = {**MIXTRAL, "world": 2, "ep": 1, "zero": 2}
+    engine(**job, load=tmp_path / "out", resave=tmp_path / "again")
+    require_saved_again(tmp_path / "out", tmp_path / "again")
