@@ -11,8 +11,9 @@ from restride.checkpoint.fused_cuts import FUSED_CUT, fused_findings
 from restride.checkpoint.proofs import prove_catalog
 from restride.errors import RestrideError
 from restride.executors.drift import DriftTable, drift_findings
-from restride.executors.events import NullObserver, PlanFinished
+from restride.executors.events import NullObserver, PlanFinished, PlanStarted, StepFinished
 from restride.executors.manifests import FoundManifest, check_manifest, find_manifest
+from restride.executors.masters import compare_masters, plan_masters
 from restride.executors.progress import Continued
 from restride.executors.running import run_plan
 from restride.executors.sources import default_budget_nbytes, default_workers
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from restride.checkpoint.catalog import Catalog
-    from restride.executors.events import Observer
+    from restride.executors.events import Observer, ReplicaDrift
+    from restride.executors.masters import MasterPlans
+    from restride.planning.plan import Plan
 
 __all__ = ["CheckReport", "check"]
 
@@ -38,8 +41,9 @@ class CheckReport:
     Attributes:
         catalog: What is in the checkpoint.
         findings: Everything that was noticed: what the reader saw, proofs that failed, replicas
-            that drifted.
+            that drifted, weights that are not their master copies.
         compared_nbytes: Bytes of tensors that more than one rank holds, and that were compared.
+        rounded_nbytes: Bytes of weights that were compared with their master copies.
         verified_nbytes: Bytes of files that were held against the manifest which a conversion
             left; 0 without one.
     """
@@ -47,6 +51,7 @@ class CheckReport:
     catalog: Catalog
     findings: tuple[Finding, ...]
     compared_nbytes: int
+    rounded_nbytes: int = 0
     verified_nbytes: int = 0
 
     @property
@@ -61,7 +66,10 @@ def check(
     budget_nbytes: int | None = None,
     observer: Observer | None = None,
 ) -> CheckReport:
-    """Prove that a checkpoint is whole, and compare everything that more than one rank holds.
+    """Prove that a checkpoint is whole, and compare what it holds more than once.
+
+    That is what several ranks hold, bit for bit, and weights beside master copies: each element is
+    the one as rounded from the other, unless files of two saves are mixed.
 
     The files of a conversion are held against its manifest as well, every byte of them.
 
@@ -79,8 +87,8 @@ def check(
         BudgetError: The budget is too small for any buffer.
 
     Cost:
-        Proofs do not depend on sizes. All replicas are read once, and all files that a manifest
-        names.
+        Proofs do not depend on sizes. All replicas are read once, and where there are both weights
+        and master copies, one copy of each once more; all files that a manifest names, too.
     """
     started = time.perf_counter()
     catalog = open_catalog(path)
@@ -97,11 +105,18 @@ def check(
     workers = default_workers()
     budget = default_budget_nbytes() if budget_nbytes is None else budget_nbytes
     plan = plan_comparison(catalog.files, states, budget_nbytes=budget, workers=workers)
+    masters = plan_masters(catalog, budget_nbytes=budget, broken=broken)
     manifest = find_manifest(catalog)
     known = manifest.nbytes if isinstance(manifest, FoundManifest) else 0
     progress = Continued(observer or NullObserver(), more_nbytes=known)
-    table = DriftTable(progress, {})
+    both = _OneAfterTheOther(progress, plan, masters)
+    table = DriftTable(both, {})
     read_nbytes = run_plan(catalog, plan, None, table)
+    if masters is not None:
+        both.is_second = True
+        mismatches, more_nbytes = compare_masters(catalog, masters, both)
+        findings += mismatches
+        read_nbytes += more_nbytes
     findings += drift_findings(catalog, table.totals(plan))
     if isinstance(manifest, FoundManifest):
         findings += _held_against(manifest, budget, workers, progress)
@@ -109,7 +124,8 @@ def check(
         findings.append(manifest)
     seconds = time.perf_counter() - started
     table.on_finish(PlanFinished(read_nbytes + known, 0, seconds))
-    return CheckReport(catalog, tuple(findings), plan.total_nbytes, known)
+    rounded_nbytes = masters.masters.total_nbytes if masters else 0
+    return CheckReport(catalog, tuple(findings), plan.total_nbytes, rounded_nbytes, known)
 
 
 def _held_against(
@@ -122,6 +138,48 @@ def _held_against(
 
     rows = digest_rows(budget_nbytes, workers)
     return list(check_manifest(manifest, workers=workers, rows=rows, on_read=on_read))
+
+
+class _OneAfterTheOther:
+    """An observer of two plans that tells another one of a single plan."""
+
+    def __init__(self, observer: Observer, first: Plan, second: MasterPlans | None) -> None:
+        self._observer = observer
+        self._first = first
+        self._second = second
+        self._read_nbytes = 0
+        self.is_second = False
+
+    def on_plan(self, event: PlanStarted, /) -> None:
+        """Tell of both plans at once."""
+        if self._second is not None:
+            event = PlanStarted(
+                event.steps + self._second.masters.step_count,
+                event.total_nbytes + self._second.masters.total_nbytes,
+                max(event.projected_nbytes, self._second.projected_nbytes),
+            )
+        self._observer.on_plan(event)
+
+    def on_step(self, event: StepFinished, /) -> None:
+        """Count on where the first plan ended."""
+        if self.is_second:
+            event = StepFinished(
+                self._first.step_count + event.done_steps,
+                self._first.total_nbytes + event.done_nbytes,
+                self._read_nbytes + event.read_nbytes,
+                event.tensor,
+            )
+        else:
+            self._read_nbytes = event.read_nbytes
+        self._observer.on_step(event)
+
+    def on_drift(self, event: ReplicaDrift, /) -> None:
+        """Hand it on."""
+        self._observer.on_drift(event)
+
+    def on_finish(self, event: PlanFinished, /) -> None:
+        """Hand it on."""
+        self._observer.on_finish(event)
 
 
 def _fused(catalog: Catalog) -> list[Finding]:

@@ -85,6 +85,7 @@ def convert(
     rules: str | PathLike[str] | None = None,
     plan: bool | None = None,
     grain: int | None = None,
+    optimizer_transform: bool | None = None,
     budget_nbytes: int | None = None,
     workers: int | None = None,
     replicas: Saying = DEFAULT,
@@ -127,6 +128,9 @@ def convert(
         plan: Whether the engine follows transformers' tensor-parallel plan; by default as the run
             did that wrote the source.
         grain: DeepSpeed's `tp_grain_size`; by default what the source's configuration says.
+        optimizer_transform: Whether moments follow a tensor that the target stores scaled, with
+            the learning rate and epsilon of its group: possible where all of the group are scaled
+            alike. Without it such a conversion is refused.
         budget_nbytes: Most memory for plan and buffers. Default: 512 MiB, or a quarter of what
             the cgroup allows where that is less.
         workers: Threads. Default: one for each core that this process may use, up to four.
@@ -148,6 +152,7 @@ def convert(
         FormatError, UnsupportedError, ExecutionError: As for `open`. A file that cannot be written
             is an ExecutionError as well, and so is a run into the same place.
         RuleError: Nothing says how a parameter is cut for other ranks, or leaves several answers.
+        CorruptError: A file is missing, or files are of different saves.
         ExistsError: There is something at `out`, or an earlier run left something and neither
             `resume` nor `force` is set, or left the beginning of another output.
         BudgetError: The budget is too small for any buffer.
@@ -158,7 +163,8 @@ def convert(
     """
     started = time.perf_counter()
     wanted = Wanted(
-        to, states, dtype, max_shard_nbytes, stage, tp, dp, ep, zero, config, rules, plan, grain
+        *(to, states, dtype, max_shard_nbytes, stage, tp, dp, ep, zero, config, rules, plan, grain),
+        optimizer_transform=optimizer_transform or None,
     )
     with FilePool() as pool:
         prepared = prepare(
@@ -204,7 +210,7 @@ def _report(
         written_nbytes=task.plan.total_nbytes,
         projected_nbytes=task.projected_nbytes,
         seconds=seconds,
-        findings=(*catalog.findings, *export.findings, *drift),
+        findings=(*catalog.findings, *export.findings, *prepared.spots, *drift),
         resumed_nbytes=written.resumed_nbytes,
     )
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from restride.checkpoint.decisions import DEFAULT, read_rules
+from restride.checkpoint.soundness import require_sound
 from restride.executors.identity import describe_job
+from restride.executors.masters import spot_check_masters
 from restride.executors.sources import CatalogReader, default_budget_nbytes, default_workers
 from restride.executors.writing import plan_writing
 from restride.exports import lay_out_export
@@ -17,7 +19,7 @@ from restride.planning.conversion import Job
 if TYPE_CHECKING:
     from os import PathLike
 
-    from restride.checkpoint.catalog import Catalog
+    from restride.checkpoint.catalog import Catalog, Finding
     from restride.checkpoint.decisions import ReplicaRules, Saying
     from restride.checkpoint.selection import Export
     from restride.executors.writing import Task
@@ -39,6 +41,7 @@ class Prepared:
         decided: Which copies count where ranks hold different ones.
         task: What to write, in which steps and memory.
         first: What makes it this conversion and no other: the first record of its journal.
+        spots: What a look at some weights beside their master copies found.
     """
 
     catalog: Catalog
@@ -47,6 +50,7 @@ class Prepared:
     decided: ReplicaRules
     task: Task
     first: Record
+    spots: tuple[Finding, ...] = ()
 
     @property
     def inputs(self) -> list[Path]:
@@ -78,6 +82,9 @@ def prepare(
         RestrideError: As for `restride.convert`, as far as it can be said without reading tensors.
     """
     catalog = open_catalog(path)
+    only_weights = wanted.to == "safetensors" and wanted.states == "weights"
+    require_sound(catalog.findings, only_weights=only_weights)
+    budget = default_budget_nbytes() if budget_nbytes is None else budget_nbytes
     # Before the job is described: what changes later is noticed.
     reader = CatalogReader(catalog, pool)
     export = lay_out_export(catalog, wanted)
@@ -91,6 +98,7 @@ def prepare(
             target.regions,
             target.dtype,
             decided.decide(chosen.tensor, chosen.state),
+            "read" if wanted.optimizer_transform else "resume",
         )
         for chosen, target in zip(export.sources, export.output.tensors, strict=True)
     ]
@@ -98,9 +106,11 @@ def prepare(
         catalog.files,
         jobs,
         export.output,
-        budget_nbytes=default_budget_nbytes() if budget_nbytes is None else budget_nbytes,
+        budget_nbytes=budget,
         workers=default_workers() if workers is None else workers,
     )
+    spots = () if only_weights else tuple(spot_check_masters(catalog, budget_nbytes=budget))
+    require_sound(spots, only_weights=only_weights)
     options = {**asdict(wanted), "replicas": replicas}
     first = describe_job(catalog, export.output, task.plan, options)
-    return Prepared(catalog, reader, export, decided, task, first)
+    return Prepared(catalog, reader, export, decided, task, first, spots)

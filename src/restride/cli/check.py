@@ -36,8 +36,8 @@ def command(checkpoint: str, *, against: str | None, memory: int, as_json: bool)
     """Is a checkpoint whole, consistent and intact? Prove it.
 
     Proves that every element of every tensor and state is held by some rank and that each shard
-    lies inside its file, and compares what more than one rank holds, bit for bit. Exits with 1
-    where something is found.
+    lies inside its file. Compares what more than one rank holds, bit for bit, and weights with
+    their master copies. Exits with 1 where something is found.
     """
     with open_progress("checking") as observer:
         report = api.check(checkpoint, budget_nbytes=memory, observer=observer)
@@ -58,6 +58,7 @@ def command(checkpoint: str, *, against: str | None, memory: int, as_json: bool)
                 "verdict": report.verdict,
                 "findings": findings,
                 "compared_nbytes": report.compared_nbytes,
+                "rounded_nbytes": report.rounded_nbytes,
                 "verified_nbytes": report.verified_nbytes,
             }
         )
@@ -78,6 +79,12 @@ def show_report(page: Page, path: str, report: CheckReport) -> None:
             "everywhere",
             "good",
         )
+        if report.rounded_nbytes:
+            page.line(
+                f"ok: {format_size(report.rounded_nbytes)} of weights are their master copies, "
+                "rounded",
+                "good",
+            )
         if report.verified_nbytes:
             page.line(
                 f"ok: {format_size(report.verified_nbytes)} of files are what was written", "good"

@@ -396,7 +396,7 @@ def test_a_checkpoint_with_a_missing_file_is_refused(tmp_path):
     source = written(tmp_path / "in")
     (source / OPTIMIZER_FILE.format(1, 1)).unlink()
 
-    with pytest.raises(CorruptError, match=r"not whole: 1 of 4 optimizer files .*restride check"):
+    with pytest.raises(CorruptError, match=r"^1 of 4 optimizer files are missing \(dp 1 tp 1\)"):
         api.convert(source, tmp_path / "out", to="universal")
 
     assert not (tmp_path / "out").exists()
@@ -474,7 +474,9 @@ def test_a_replica_that_drifted_is_refused_or_decided_like_everywhere(tmp_path):
     with pytest.raises(ReplicaError, match=r"norm\.weight"):
         api.convert(source, tmp_path / "out", to="universal")
     report = api.convert(source, tmp_path / "out", to="universal", replicas="first")
-    assert [finding.kind for finding in report.findings] == ["replica-drift"]
+    # The weights of these files are other numbers than their master copies, to tell them apart.
+    kinds = [finding.kind for finding in report.findings if finding.kind != "master-mismatch"]
+    assert kinds == ["replica-drift"]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -203,4 +203,5 @@ def _compare_steps(runs: Sequence[Run], pool: FilePool) -> None:
                     f"the optimizer step of group {number} in {zero.name} is not that in {name}: "
                     "the files are of different saves"
                 )
-                runs[0].findings.append(Finding("error", "step-mismatch", message, zero.name))
+                part = {} if zero.is_partitioned else {"part": "optimizer"}
+                runs[0].findings.append(Finding("error", "step-mismatch", message, zero.name, part))

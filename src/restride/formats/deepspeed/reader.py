@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from restride.checkpoint.catalog import Catalog
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._chunks import read_chunks
+from restride.formats.deepspeed._consistency import find_contradictions
 from restride.formats.deepspeed._expert_files import ExpertFiles
 from restride.formats.deepspeed._experts import read_experts
 from restride.formats.deepspeed._partitions import read_partitions
@@ -64,6 +65,7 @@ def read_catalog(path: str | PathLike[str]) -> Catalog:
         for stage, held, whole in zip(runs, partitions, wholes, strict=True)
     ]
     values = read_values(runs, [held.members for held in partitions], files.extras, wholes)
+    run.findings.extend(found for stage in runs for found in find_contradictions(stage))
     return Catalog(
         format=f"deepspeed zero-{_stage(run)}",
         root=str(run.root),

@@ -1,0 +1,42 @@
+"""Whether a checkpoint may be converted, after what its reader noticed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from restride.errors import CorruptError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from restride.checkpoint.catalog import Finding
+
+__all__ = ["require_sound"]
+
+_OPTIMIZER: Final = "optimizer"
+_SAVE: Final = "put all files of one save, and only those, into the folder"
+
+
+def require_sound(findings: Iterable[Finding], *, only_weights: bool) -> None:
+    """Refuse what an error was found in: files that are missing, or of another save.
+
+    Args:
+        findings: What the reader noticed.
+        only_weights: Whether nothing of the optimizer goes out. Then errors do not count whose
+            details say that they are of the optimizer alone (``"part": "optimizer"``).
+
+    Raises:
+        CorruptError: With the first error, and how many more there are.
+    """
+    errors = [finding for finding in findings if finding.severity == "error"]
+    counted = [
+        error for error in errors if not (only_weights and error.details.get("part") == _OPTIMIZER)
+    ]
+    if not counted:
+        return
+    more = f" (and {len(counted) - 1} more, see `restride check`)" if counted[1:] else ""
+    is_rescuable = all(error.details.get("part") == _OPTIMIZER for error in errors)
+    raise CorruptError(
+        f"{counted[0].message}{more}",
+        remedy=f"{_SAVE}, or convert the weights alone" if is_rescuable else _SAVE,
+    )

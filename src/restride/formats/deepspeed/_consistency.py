@@ -1,0 +1,202 @@
+"""What all files of one save say alike, compared: files of other runs and other steps stand out.
+
+Shapes, partitions and maps are compared where layouts are made of them. Here are the entries that
+nothing is made of, but that one training cannot have two of: version, configuration, settings of
+the optimizer, the group that a parameter is in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from restride.checkpoint.catalog import Finding
+from restride.checkpoint.values import StoredTensor
+from restride.formats.deepspeed._fields import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from restride.checkpoint.catalog import Severity
+    from restride.checkpoint.values import Value
+    from restride.formats.deepspeed._fields import Field
+    from restride.formats.deepspeed._run import Run
+
+__all__ = ["find_contradictions"]
+
+_INFO: Final = "universal_checkpoint_info"
+# Beside the maps and categories that layouts are made of, and compared through.
+_INFO_KEYS: Final = ("universal_checkpoint_version", "original_vocab_size")
+_MOST_NAMED: Final = 3
+
+
+def find_contradictions(run: Run) -> Iterator[Finding]:
+    """Compare what every file of a save must say alike.
+
+    Yields:
+        ``run-mismatch``: a file is of another DeepSpeed or of a run with another configuration.
+        ``settings-mismatch``: the optimizer of a rank has other hyperparameters.
+        ``step-mismatch``: a rank counted other steps, where it counts in plain numbers.
+        ``group-mismatch``: a parameter is in another group on another tensor-parallel rank.
+        ``info-mismatch``: ranks describe the model differently for universal checkpoints.
+    """
+    roots = [(model.name, model.root) for model in run.all_models]
+    roots += [(zero.name, zero.root) for zero in run.zeros.values()]
+    yield from _versions(roots)
+    yield from _configurations(roots)
+    yield from _settings(run)
+    yield from _plain_steps(run)
+    yield from _groups(run)
+    yield from _descriptions(run)
+
+
+def _versions(roots: Iterable[tuple[str, Field]]) -> Iterator[Finding]:
+    first: tuple[str, Field] | None = None
+    for name, root in roots:
+        stored = root.get("ds_version")
+        if stored is None:
+            continue
+        if first is None:
+            first = name, stored
+        elif _differ(stored.value, first[1].value):
+            message = (
+                f"{name} is written by DeepSpeed {shown(stored.value)}, {first[0]} by "
+                f"{shown(first[1].value)}: the files are of different runs"
+            )
+            yield Finding("error", "run-mismatch", message, name)
+
+
+def _configurations(roots: Iterable[tuple[str, Field]]) -> Iterator[Finding]:
+    first: tuple[str, Mapping[str, Value]] | None = None
+    for name, root in roots:
+        stored = root.get("ds_config")
+        if stored is None:
+            continue
+        entries = _entries(stored)
+        if first is None:
+            first = name, entries
+            continue
+        keys = _different_keys(entries, first[1])
+        if keys:
+            message = (
+                f"{name} is of a run with another configuration than {first[0]}: "
+                f"{_told(keys, entries, first[1])}"
+            )
+            yield Finding("warning", "run-mismatch", message, name, {"keys": keys})
+
+
+def _settings(run: Run) -> Iterator[Finding]:
+    """Hyperparameters of a parameter group are the same on all ranks."""
+    first: dict[int, tuple[str, Mapping[str, Value]]] = {}
+    for zero in run.zeros.values():
+        for number, group in enumerate(zero.param_groups):
+            entries = _entries(group)
+            entries.pop("params", None)
+            name, known = first.setdefault(number, (zero.name, entries))
+            keys = _different_keys(entries, known)
+            if keys:
+                message = (
+                    f"the optimizer of {zero.rank_name} has other settings for group {number} in "
+                    f"{zero.name} than in {name}: {_told(keys, entries, known)}"
+                )
+                details = {"group": number, "keys": keys}
+                yield _of_optimizer(run, "settings-mismatch", message, zero.name, details)
+
+
+def _plain_steps(run: Run) -> Iterator[Finding]:
+    """Steps that the optimizer counts in plain numbers; those in tensors are read elsewhere."""
+    first: dict[int, tuple[str, Field]] = {}
+    for zero in run.zeros.values():
+        steps = {
+            number: group.others["step"]
+            for number, group in enumerate(zero.groups)
+            if "step" in group.others
+        }
+        shared = zero.state.get("base_optimizer_state_step")
+        if shared is not None:
+            steps[-1] = shared
+        for number, step in steps.items():
+            name, known = first.setdefault(number, (zero.name, step))
+            if _differ(step.value, known.value):
+                message = (
+                    f"the optimizer step is {shown(step.value)} in {zero.name} and "
+                    f"{shown(known.value)} in {name}: the files are of different saves"
+                )
+                yield _of_optimizer(run, "step-mismatch", message, zero.name, {})
+
+
+def _groups(run: Run) -> Iterator[Finding]:
+    """A rank may lack a parameter (its shard is empty), but not train it with other settings."""
+    first: dict[str, tuple[int, str]] = {}
+    for model in run.models:
+        for number, shapes in enumerate(model.param_shapes or ()):
+            for name in shapes:
+                known, file = first.setdefault(name, (number, model.name))
+                if number != known and not run.is_partitioned:
+                    message = (
+                        f"tensor {name!r}: {model.name} (tp rank {model.tp}) has it in parameter "
+                        f"group {number}, {file} in group {known}"
+                    )
+                    yield Finding("error", "group-mismatch", message, model.name)
+
+
+def _descriptions(run: Run) -> Iterator[Finding]:
+    first: tuple[str, Field] | None = None
+    for model in run.models:
+        info = model.root.get(_INFO)
+        if info is None:
+            continue
+        if first is None:
+            first = model.name, info
+            continue
+        own, known = (
+            {key: value for key, value in _entries(said).items() if key in _INFO_KEYS}
+            for said in (info, first[1])
+        )
+        keys = _different_keys(own, known)
+        if keys:
+            message = (
+                f"{_INFO} of {model.name} (tp rank {model.tp}) is not that of {first[0]}: "
+                f"{_told(keys, own, known)}"
+            )
+            yield Finding("warning", "info-mismatch", message, model.name, {"keys": keys})
+
+
+def _of_optimizer(
+    run: Run, kind: str, message: str, name: str, details: Mapping[str, object]
+) -> Finding:
+    """An error in what only the optimizer needs, unless the weights are in its files as well."""
+    part = {} if run.is_partitioned else {"part": "optimizer"}
+    severity: Severity = "error"
+    return Finding(severity, kind, message, name, {**details, **part})
+
+
+def _entries(stored: Field) -> dict[str, Value]:
+    """Entries of a dict, whatever its keys are; none of anything else."""
+    value = stored.value
+    return {str(key): entry for key, entry in value.items()} if isinstance(value, dict) else {}
+
+
+def _different_keys(own: Mapping[str, Value], known: Mapping[str, Value]) -> list[str]:
+    return [
+        str(key)
+        for key in dict.fromkeys([*known, *own])
+        if (key in own) != (key in known) or _differ(own[key], known[key])
+    ]
+
+
+def _told(keys: list[str], own: Mapping[str, Value], known: Mapping[str, Value]) -> str:
+    """The first keys that differ, with both values."""
+    told = [f"{key} is {shown(own.get(key))} and not {shown(known.get(key))}" for key in keys]
+    more = f", and {len(told) - _MOST_NAMED} more" if told[_MOST_NAMED:] else ""
+    return ", ".join(told[:_MOST_NAMED]) + more
+
+
+def _differ(a: object, b: object) -> bool:
+    """Whether two inert values differ. Tensors are not read; a NaN is a NaN."""
+    if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
+        return False
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() != b.keys() or any(_differ(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) != len(b) or any(map(_differ, a, b))
+    return bool(a != b) and not (a != a and b != b)  # noqa: PLR0124 - NaN
