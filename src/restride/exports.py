@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from restride.checkpoint.optimizer_scale import follow_scales
 from restride.checkpoint.output import Output, OutputFile
 from restride.checkpoint.selection import Export, cast_target, select_optimizer, select_weights
 from restride.errors import UnsupportedError
@@ -14,9 +15,11 @@ from restride.formats._registry import open_training
 from restride.targets import Cut, find_cut
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from os import PathLike
 
-    from restride.checkpoint.catalog import Catalog
+    from restride.algebra.layout import Layout
+    from restride.checkpoint.catalog import Catalog, Finding
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.selection import Selected, States, Target
     from restride.checkpoint.training import Training
@@ -38,6 +41,8 @@ class Wanted:
         tp, dp, ep, zero: Ranks and ZeRO stage of the engine that resumes from the sharded form; by
             default those of the source.
         config, rules, plan, grain: What says how its tensor-parallel ranks cut: see `Cut`.
+        optimizer_transform: Whether moments follow the scale of their parameter, with the learning
+            rate and epsilon of their group.
     """
 
     to: Target
@@ -53,13 +58,17 @@ class Wanted:
     rules: str | PathLike[str] | None = None
     plan: bool | None = None
     grain: int | None = None
+    optimizer_transform: bool | None = None
 
 
 _PARTITIONED: Final = 3
 _TAKEN: Final = {
     "safetensors": {"dtype", "max_shard_nbytes"},
-    "universal": {"stage"},
-    "deepspeed": {"tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"},
+    "universal": {"stage", "optimizer_transform"},
+    "deepspeed": {
+        *("tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"),
+        "optimizer_transform",
+    },
 }
 
 
@@ -80,7 +89,7 @@ def lay_out_export(catalog: Catalog, wanted: Wanted) -> Export:
         dtype = cast_target(wanted.dtype) if wanted.dtype is not None else None
         return _lay_out_safetensors(catalog, wanted.states, dtype, wanted.max_shard_nbytes)
     if wanted.to == "universal":
-        return _lay_out_universal(catalog, wanted.stage)
+        return _lay_out_universal(catalog, wanted)
     return _lay_out_deepspeed(catalog, wanted)
 
 
@@ -119,16 +128,19 @@ def _lay_out_safetensors(
     return Export(Output.joined(outputs), tuple(selected))
 
 
-def _lay_out_universal(catalog: Catalog, stage: int | None) -> Export:
+def _lay_out_universal(catalog: Catalog, wanted: Wanted) -> Export:
     """The same for a universal folder, which only DeepSpeed's own checkpoints have all parts of."""
     from restride.formats.universal import lay_out  # noqa: PLC0415 - only when it is written
 
+    stage = wanted.stage
     if stage not in {None, 1, 2, 3}:
         raise UnsupportedError(
             f"there is no universal folder for ZeRO-{stage}", remedy="choose 1, 2 or 3"
         )
     is_partitioned = stage == _PARTITIONED if stage else catalog.format.endswith("zero-3")
-    return lay_out(catalog, open_training(catalog), is_partitioned=is_partitioned)
+    training, followed = _followed(open_training(catalog), catalog, wanted, {})
+    written = lay_out(catalog, training, is_partitioned=is_partitioned)
+    return Export(written.output, written.sources, (*followed, *written.findings))
 
 
 def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted) -> Export:
@@ -144,8 +156,19 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted) -> Export:
         ep=_expert_size(training) if wanted.ep is None else wanted.ep,
     )
     cut = find_cut(catalog, Cut(target.tp, wanted.config, wanted.rules, wanted.plan, wanted.grain))
+    training, followed = _followed(training, catalog, wanted, cut.layouts)
     written = lay_out(catalog, training, target, cut.layouts)
-    return Export(written.output, written.sources, (*cut.findings, *written.findings))
+    findings = (*cut.findings, *followed, *written.findings)
+    return Export(written.output, written.sources, findings)
+
+
+def _followed(
+    training: Training, catalog: Catalog, wanted: Wanted, layouts: Mapping[str, Layout]
+) -> tuple[Training, tuple[Finding, ...]]:
+    """The training with settings that follow the scales of parameters, where that is wanted."""
+    if not wanted.optimizer_transform:
+        return training, ()
+    return follow_scales(training, catalog, layouts)
 
 
 def _size(catalog: Catalog, said: int | None, axis: str) -> int:

@@ -100,7 +100,8 @@ def test_a_moment_is_refused_with_what_the_optimizer_would_need():
         "tensor 'b', state 'exp_avg_sq': the state 'exp_avg_sq' changes by a factor of 1/4 with "
         "the scale of its tensor, and the optimizer would take the same steps only with lr * (2) "
         "and eps / (2), which belong to the other parameters of its group too; convert the weights "
-        "alone, or keep the number of ranks"
+        "alone, keep the number of ranks, or ask for the optimizer to be transformed where all "
+        "parameters of the group are scaled alike"
     )
 
 

@@ -70,6 +70,12 @@ _MOST_SHOWN: Final = 12
 )
 @cut_options
 @click.option(
+    "--optimizer-transform",
+    is_flag=True,
+    help="Where a parameter is stored scaled, let its moments follow, and the learning rate and "
+    "epsilon of its group with them. Default: refuse.",
+)
+@click.option(
     "--states",
     type=click.Choice(["weights", "all"]),
     default="weights",
@@ -122,6 +128,7 @@ def command(
     rules: str | None,
     plan: bool | None,
     grain: int | None,
+    optimizer_transform: bool,
     memory: int,
     replicas: tuple[tuple[str, str], ...],
     workers: int | None,
@@ -133,8 +140,9 @@ def command(
     """Write a checkpoint in another format, bit for bit.
 
     Reads CHECKPOINT and writes the folder OUT, which appears under its name only when it is
-    complete. Values are copied, not computed with; only --dtype and --replicas mean change any.
-    Until then all of it is in OUT.partial, from which --resume goes on after any end.
+    complete. Until then all of it is in OUT.partial, from which --resume goes on after any end.
+    Values are copied, not computed with; only --dtype, --replicas mean and a layout that is scaled
+    change any.
     """
     wanted = api.Wanted(
         to=to,
@@ -150,6 +158,7 @@ def command(
         rules=rules,
         plan=plan,
         grain=grain,
+        optimizer_transform=optimizer_transform or None,
     )
     if dry_run:
         projection = api.dry_run(

@@ -51,7 +51,8 @@ def factor_of(state: str, scale: Fraction, dtype: DType, use: Use) -> Fraction:
             "the optimizer would take the same steps only with "
             f"{_settings(_root(scale, power))}, which belong to the other parameters of its group "
             "too",
-            remedy="convert the weights alone, or keep the number of ranks",
+            remedy="convert the weights alone, keep the number of ranks, or ask for the optimizer "
+            "to be transformed where all parameters of the group are scaled alike",
         )
     if dtype.name not in _SCALABLE:
         raise UnsupportedError(f"elements of dtype {dtype} are not multiplied by {scale}")

@@ -57,6 +57,7 @@ class ZeroRun:
         is_round_robin: Whether parameters are dealt to the partitions in turn.
         has_mappings: Whether the fragments are written; old versions do not.
         extra: More entries of the model files.
+        settings: Of every parameter group.
     """
 
     dp: int
@@ -67,6 +68,7 @@ class ZeroRun:
     is_round_robin: bool = False
     has_mappings: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=lambda: {"lr": 0.5})
 
 
 def write_zero_run(folder: Path, run: ZeroRun) -> None:
@@ -162,7 +164,7 @@ def _zero_file(run: ZeroRun, dp: int, tp: int, groups: list[list[str]]) -> Any:
         paddings.append(booked)
         alignments.append(after)
         mappings.append(_mapping(run, names, after, width, dp, tp))
-    hyper = [{"lr": 0.5, "params": [number]} for number in range(len(groups))]
+    hyper = [{**run.settings, "params": [number]} for number in range(len(groups))]
     state["base_optimizer_state"] = (
         own if run.writer == "elastic" else {"state": dict(enumerate(own)), "param_groups": hyper}
     )
