@@ -11,6 +11,7 @@ from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_groups import regrouped
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._spread import spread_experts
+from restride.formats.deepspeed._writing import keyed
 from restride.formats.deepspeed.maps import MAP_VERSION
 from restride.formats.deepspeed.placements import to_expert_map, to_expert_placement
 from restride.layouts.gathered import experts
@@ -70,17 +71,21 @@ class PlacedExperts:
     Attributes:
         layers: In the order of the model.
         layouts: How the expert-parallel ranks hold each stacked parameter, by name.
+        stored: For each layer what its file entries say of that: placement and affine maps.
         spread: Which ranks hold which experts, and which share them.
         target: The ranks.
         aliases: Second names of the parameters of routers: name that is no parameter's to name that
             is. The engine does not count them as shared.
+        described: What `universal_checkpoint_info` of the source says beside all this.
     """
 
     layers: tuple[ExpertLayer, ...]
     layouts: Mapping[str, Layout]
+    stored: tuple[Mapping[str, Value], ...]
     spread: Spread
     target: DeepSpeedTarget
     aliases: Mapping[str, str]
+    described: Mapping[str, Value]
 
     @property
     def group_name(self) -> str:
@@ -101,29 +106,29 @@ class PlacedExperts:
 
     def entries(self, rank: int) -> dict[Value, Value]:
         """What the model file of a rank says of the experts."""
-        layers: list[Value] = [self._entry(layer, rank) for layer in self.layers]
+        layers: list[Value] = [
+            keyed({**layer.stored, **stored, **self._rank_entry(layer, rank)})
+            for layer, stored in zip(self.layers, self.stored, strict=True)
+        ]
         return {
             "num_experts": [layer.count for layer in self.layers],
             "ds_autoep_layers": layers,
             "universal_checkpoint_info": {
                 "universal_checkpoint_version": _VERSION,
+                **keyed(self.described),
                 "expert_parameter_patterns": [_PATTERN],
                 "ds_autoep_layers": layers,
             },
         }
 
-    def _entry(self, layer: ExpertLayer, rank: int) -> Value:
+    def _rank_entry(self, layer: ExpertLayer, rank: int) -> dict[str, Value]:
         """One layer, as deepspeed 0.19.8 `runtime/engine.py`, `_save_moe_checkpoint` says it."""
         cutter, partition = self.spread.place(rank)
         local = layer.count // self.target.ep
         is_partitioned = self.target.zero == _PARTITIONED_WEIGHTS
-        maps = {name: to_expert_map(self.layouts[name]) for name in layer.names}
-        made: dict[Value, Value] = {key: value for key, value in layer.stored.items()}  # noqa: C416
-        made |= {
+        return {
             "num_local_experts": local,
             "ep_size": self.target.ep,
-            "expert_placement": to_expert_placement(self.layouts[layer.names[0]]),  # type: ignore[dict-item]  # plain values
-            "affine_maps": {"version": MAP_VERSION, "params": maps},  # type: ignore[dict-item]
             "checkpoint_format": "zero3_partitioned" if is_partitioned else "per_expert_files",
             "checkpoint_format_version": 1 if is_partitioned else None,
             "ep_group_name": self.group_name,
@@ -133,7 +138,6 @@ class PlacedExperts:
             "global_expert_start": cutter * local,
             "global_expert_end": (cutter + 1) * local,
         }
-        return made
 
 
 def place_experts(
@@ -176,7 +180,25 @@ def place_experts(
     is_data_first = isinstance(config, dict) and config.get(_DATA_FIRST) is True
     spread = spread_experts(target, is_data_first=is_data_first)
     aliases = dict(_aliases(catalog, training, layers, tensors))
-    return PlacedExperts(layers, layouts, spread, target, aliases)
+    stored = tuple(_stored(layers, layouts))
+    return PlacedExperts(layers, layouts, stored, spread, target, aliases, training.described)
+
+
+def _stored(
+    layers: tuple[ExpertLayer, ...], layouts: Mapping[str, Layout]
+) -> Iterator[Mapping[str, Value]]:
+    """Placement and maps of each layer; equal ones are made, and written, once."""
+    known: dict[Layout, tuple[Value, Value]] = {}
+    for layer in layers:
+        for name in layer.names:
+            layout = layouts[name]
+            if layout not in known:
+                known[layout] = to_expert_placement(layout), to_expert_map(layout)  # type: ignore[assignment]  # plain values
+        maps: dict[Value, Value] = {name: known[layouts[name]][1] for name in layer.names}
+        yield {
+            "expert_placement": known[layouts[layer.names[0]]][0],
+            "affine_maps": {"version": MAP_VERSION, "params": maps},
+        }
 
 
 def _layers(
