@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from restride.checkpoint.catalog import Finding
@@ -10,6 +10,13 @@ from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError
 from restride.formats.deepspeed._expert_ranks import ExpertRanks
 from restride.formats.deepspeed._flat import check_partition, fragments_of, lay_out
+from restride.formats.deepspeed._momentum import (
+    is_muon,
+    may_be_cut,
+    may_be_whole,
+    take_momentum,
+    whole_fragments,
+)
 from restride.formats.deepspeed._settings import is_round_robin
 
 if TYPE_CHECKING:
@@ -70,12 +77,15 @@ class Partitions:
 
     Attributes:
         cuts: The fragments of each parameter.
+        whole: The copies of states that are kept whole, of parameters that have such: Muon's
+            momentum.
         groups: For each parameter the partitions of its group on all ranks that have a file, for
             states that hold for a whole group.
         members: Names of the parameters of each group, in flat order.
     """
 
     cuts: dict[str, FlatCut] = field(default_factory=dict)
+    whole: dict[str, FlatCut] = field(default_factory=dict)
     groups: dict[str, dict[int, Group]] = field(default_factory=dict)
     members: list[tuple[str, ...]] = field(default_factory=list)
 
@@ -126,6 +136,7 @@ class _Reader:
         self._run = run
         self._ranks = ExpertRanks(run, experts)
         self._found = found
+        self._whole: dict[int, bool] = {}
         self.is_reordered = False
 
     def read(self, tp: int) -> None:
@@ -156,10 +167,6 @@ class _Reader:
         cutters = self._ranks.cutters(members, f"{model.root.where}: param_shapes[{number}]")
         count = run.dp_size // cutters
         groups = {dp: zero.groups[number] for dp, zero in files.items()}
-        for name in members:
-            self._found.groups.setdefault(name, {}).update(
-                {run.rank(dp, model.tp): group for dp, group in groups.items()}
-            )
         width = _agreed_width(groups)
         for cutter in range(cutters if groups else 0):
             slots = self._slots(self._ranks.held(members, cutter), groups)
@@ -167,7 +174,13 @@ class _Reader:
             for partition, dp in enumerate(by_partition):
                 if dp in files:
                     self._check(files[dp], number, slots, partition, count)
+            if self._keeps_whole(number):
+                self._take_momentum(slots, width, by_partition, groups, cutter, model.tp, number)
             self._hold(slots, width, by_partition, groups, cutter, model.tp)
+        for name in members:
+            self._found.groups.setdefault(name, {}).update(
+                {run.rank(dp, model.tp): group for dp, group in groups.items()}
+            )
 
     def _slots(self, held: Shapes, groups: Mapping[int, Group]) -> tuple[Slot, ...]:
         first = next(iter(groups.values()))
@@ -210,6 +223,84 @@ class _Reader:
                         self._ranks.cutter(slot.name, cutter, tp),
                         fragment,
                         groups.get(dp),
+                    )
+                )
+
+    def _keeps_whole(self, number: int) -> bool:
+        """Whether the momentum of a group is kept whole: on all ranks, or on none.
+
+        Raises:
+            CorruptError: Files are missing, and those that are there leave both possible.
+        """
+        if number not in self._whole:
+            zeros = self._run.zeros
+            is_whole, is_open = all(is_muon(zero, number) for zero in zeros.values()), False
+            for model in self._run.models if is_whole else ():
+                for own, slots, width in self._buffers(model, number):
+                    is_whole = is_whole and may_be_whole(own, slots, width)
+                    is_open = is_open or may_be_cut(own, slots, width)
+            if is_whole and is_open and len(zeros) < self._run.mesh.size:
+                raise CorruptError(
+                    "optimizer files are missing, and without them nothing says whether Muon keeps "
+                    "its momentum whole",
+                    where=str(self._run.folder.path),
+                    remedy="add the files of all ranks, or remove them all to read the weights",
+                )
+            self._whole[number] = is_whole
+        return self._whole[number]
+
+    def _buffers(
+        self, model: ModelFile, number: int
+    ) -> Iterator[tuple[dict[int, Group], tuple[Slot, ...], int]]:
+        """Yield the partitions of each buffer of a group on one tensor-parallel rank."""
+        run, shapes = self._run, model.param_shapes or ()
+        files = {
+            dp: run.zeros[dp, model.tp] for dp in range(run.dp_size) if (dp, model.tp) in run.zeros
+        }
+        groups = {dp: z.groups[number] for dp, z in files.items() if number < len(z.groups)}
+        if not groups or number >= len(shapes):
+            return
+        width = _agreed_width(groups)
+        cutters = self._ranks.cutters(shapes[number], model.root.where)
+        for cutter in range(cutters):
+            slots = self._slots(self._ranks.held(shapes[number], cutter), groups)
+            by_partition = self._ranks.by_partition(cutter, cutters)
+            yield {n: groups[dp] for n, dp in enumerate(by_partition) if dp in groups}, slots, width
+
+    def _take_momentum(
+        self,
+        slots: Sequence[Slot],
+        width: int,
+        by_partition: Sequence[int],
+        groups: dict[int, Group],
+        cutter: int,
+        tp: int,
+        number: int,
+    ) -> None:
+        """Hold what Muon keeps whole apart from the partitions; `groups` lose it."""
+        taken = {
+            partition: take_momentum(groups[dp])
+            for partition, dp in enumerate(by_partition)
+            if dp in groups
+        }
+        for partition, found in taken.items():
+            dp = by_partition[partition]
+            groups[dp] = found.group
+            zero = self._run.zeros[dp, tp]
+            changed = (*zero.groups[:number], found.group, *zero.groups[number + 1 :])
+            self._run.zeros[dp, tp] = replace(zero, groups=changed)
+        for slot in slots:
+            whole = self._found.whole.setdefault(
+                slot.name, FlatCut(*self._ranks.strides(slot.name))
+            )
+            for fragment in whole_fragments(slot, slots, width):
+                held = taken.get(fragment.partition)
+                whole.holdings.append(
+                    Holding(
+                        self._run.rank(by_partition[fragment.partition], tp),
+                        self._ranks.cutter(slot.name, cutter, tp),
+                        fragment,
+                        held.momentum if held else None,
                     )
                 )
 

@@ -234,7 +234,11 @@ class _Reader:
         if cut is None or not cut.holdings or not cut.is_whole:
             return {}
         where = f"tensor {name!r}"
-        return flat_states(layout, cut, run.mesh, run.files, where) | self._group_states(name)
+        states = flat_states(layout, cut, run.mesh, run.files, where)
+        whole = self._partitions.whole.get(name)
+        if whole is not None and whole.holdings and whole.is_whole:
+            states |= flat_states(layout, whole, run.mesh, run.files, where)
+        return states | self._group_states(name)
 
     def _whole_states(self, whole: Whole, name: str, layout: Layout) -> dict[str, StateEntry]:
         """States that each tensor-parallel rank stores of its whole shard."""
