@@ -30,7 +30,8 @@ class ParameterGroup:
         names: Tensors of the catalog, in the order in which the model gives them to the optimizer.
             Without those that were frozen.
         settings: The group's own entries: learning rate, betas, weight decay, whatever else the
-            optimizer keeps there. Never ``params``, which numbers what a format counts.
+            optimizer keeps there. Never ``params``, which numbers what a format counts. Empty where
+            the checkpoint leaves them out.
         numbers: States that all parameters of the group share and that are no arrays of the
             catalog, such as a ``step`` that the optimizer counts in a plain integer.
         listed: All that the script gave to the optimizer, frozen or not, in its order: `names` and

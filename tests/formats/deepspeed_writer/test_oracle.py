@@ -10,6 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from restride import api
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed.reader import read_catalog
 from restride.formats.deepspeed.target import DeepSpeedTarget
@@ -94,10 +95,9 @@ def test_files_are_those_that_the_ranks_of_the_target_would_have_written(run, da
 def test_a_run_without_hyperparameters_is_refused(run):
     with TemporaryDirectory() as name:
         write_zero_run(Path(name) / "source", run)
-        source = read_catalog(Path(name) / "source")
 
-        with pytest.raises(UnsupportedError, match="elastic_checkpoint"):
-            read_training(source)
+        with pytest.raises(UnsupportedError, match=r"elastic_checkpoint.*--to universal"):
+            api.convert(Path(name) / "source", Path(name) / "out", to="deepspeed")
 
 
 @given(zero_runs(writers=("zero",)))

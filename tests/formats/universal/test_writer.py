@@ -410,11 +410,18 @@ def test_weights_without_an_optimizer_are_refused_with_the_way_out(tmp_path):
         api.convert(source, tmp_path / "out", to="universal")
 
 
-def test_elastic_checkpoints_are_refused_with_the_reason(tmp_path):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_elastic_checkpoint_leaves_the_engine_its_own_hyperparameters(tmp_path, stage):
     source = written(tmp_path / "in", writer="elastic")
 
-    with pytest.raises(UnsupportedError, match=r"leaves the hyperparameters out"):
-        api.convert(source, tmp_path / "out", to="universal")
+    report = api.convert(source, tmp_path / "out", to="universal", stage=stage)
+
+    assert [finding.kind for finding in report.findings] == ["no-settings"]
+    state = value_of(tmp_path / "out" / "step_universal" / "zero" / "optimizer_state.pt")
+    assert state["param_groups"] == [{"params": [0]}]
+    groups = open_training(api.open(tmp_path / "out")).groups
+    assert [dict(group.settings) for group in groups] == [{}]
+    assert groups[0].names == tuple(PARAMETERS)
 
 
 def test_safetensors_cannot_become_a_universal_folder(tmp_path):

@@ -127,24 +127,22 @@ def _dtype(catalog: Catalog, model: ModelFile) -> DType:
 
 
 def _groups(run: Run, zero: ZeroFile) -> Iterator[ParameterGroup]:
-    if not zero.param_groups:
-        raise UnsupportedError(
-            "has no parameter groups: elastic_checkpoint leaves the hyperparameters out, and a "
-            "training does not go on without",
-            where=zero.state.where,
-            remedy="save the checkpoint without elastic_checkpoint",
-        )
+    # With elastic_checkpoint there are none, and the engine that resumes keeps its own.
+    settings = [
+        {key: entry for key, entry in _entries(group) if key != "params"}
+        for group in zero.param_groups
+    ] or [{} for _ in zero.groups]
     # Ranks may hold nothing of a parameter, and have other sub-groups then.
     own = {file.tp: file for file in reversed(run.zeros.values())}
     names = [_names(run, own[model.tp], model) for model in run.models if model.tp in own]
     module = _order(run)
-    parts: list[list[Group]] = [[] for _ in zero.param_groups]
+    parts: list[list[Group]] = [[] for _ in settings]
     for parent, flat in zip(zero.parents, zero.groups, strict=True):
         parts[parent].append(flat)
-    for number, settings in enumerate(zero.param_groups):
+    for number, own_settings in enumerate(settings):
         yield ParameterGroup(
             names=merged_order([ranks[number] for ranks in names], module),
-            settings={key: entry for key, entry in _entries(settings) if key != "params"},
+            settings=own_settings,
             numbers=_numbers(parts[number]),
         )
 
@@ -152,7 +150,7 @@ def _groups(run: Run, zero: ZeroFile) -> Iterator[ParameterGroup]:
 def _names(run: Run, zero: ZeroFile, model: ModelFile) -> list[list[str]]:
     """Members of each group on one tensor-parallel rank, in the order of the optimizer."""
     config = zero.root.get("ds_config")
-    members: list[list[str]] = [[] for _ in zero.param_groups]
+    members: list[list[str]] = [[] for _ in zero.param_groups or zero.groups]
     for parent, flat, shapes in zip(
         zero.parents, zero.groups, model.param_shapes or (), strict=True
     ):

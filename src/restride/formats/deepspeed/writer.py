@@ -73,6 +73,7 @@ def lay_out(
                 remedy="`restride check` lists everything that is missing",
             )
     _require_module(catalog)
+    _require_settings(catalog, training)
     placed = place_experts(catalog, training, target)
     if placed is not None:
         training, layouts = placed.retold(training), {**layouts, **placed.layouts}
@@ -107,6 +108,16 @@ def lay_out(
     writing.output.add_file("latest", training.tag.encode())
     writing.findings.extend(findings_of(writing))
     return writing.output.finish(tuple(writing.findings))
+
+
+def _require_settings(catalog: Catalog, training: Training) -> None:
+    if not all(group.settings for group in training.groups):
+        raise UnsupportedError(
+            "has no hyperparameters: elastic_checkpoint leaves them out, and the files that an "
+            "engine resumes from need them",
+            where=catalog.root,
+            remedy="convert with --to universal: an engine that loads that keeps its own",
+        )
 
 
 def _require_module(catalog: Catalog) -> None:

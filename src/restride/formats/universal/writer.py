@@ -113,6 +113,12 @@ def lay_out(catalog: Catalog, training: Training, *, is_partitioned: bool) -> Ex
     else:
         writer.add_parameters()
         write_optimizer(writer.output, name, training, source)
+    if not all(group.settings for group in training.groups):
+        message = (
+            "the checkpoint has no hyperparameters (elastic_checkpoint leaves them out): an engine "
+            "that loads the folder keeps those of its own configuration"
+        )
+        writer.findings.append(Finding("warning", "no-settings", message))
     copies = ModelCopies(run, catalog, training, companions.experts)
     copies.write(writer.output, top, is_partitioned=is_partitioned)
     if run.is_partitioned and not is_partitioned:
