@@ -24,7 +24,7 @@ from restride.testing.contents import content_of, file_content
 from restride.testing.exporting import write_export
 from restride.testing.gather import gather_all
 from restride.testing.partitioned_files import write_partitioned_run
-from restride.testing.zero_files import write_zero_run
+from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
 from restride.testing.zero_runs import distinct, zero_runs
 
 if TYPE_CHECKING:
@@ -206,6 +206,27 @@ def test_runs_of_zero_1_become_what_an_engine_of_zero_3_would_have_written(run, 
                 content_of(value["optimizer_state_dict"]["state"]) for value in (state, other)
             )
             assert states == others
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_parameter_may_be_one_number(dp: int, zero: int, tmp_path: Path) -> None:
+    """Its moments are numbers then, as the step of all parameters is."""
+    run = ZeroRun(dp, 1, {"scale": numbered((), 100), "w": numbered((3,), 500)})
+    write_zero_run(tmp_path / "source", run)
+    source = read_catalog(tmp_path / "source")
+
+    written(source, DeepSpeedTarget(1, 3, zero), tmp_path / "out")
+
+    expected, found = gather_all(source), gather_all(read_catalog(tmp_path / "out"))
+    assert {"scale/fp32", "scale/exp_avg", "scale/step", "w/step"} <= found.keys()
+    for key, array in found.items():
+        np.testing.assert_array_equal(array, expected[key], err_msg=key)
+
+
+def numbered(shape: tuple[int, ...], first: int) -> Parameter:
+    states = ("weight", "fp32", "exp_avg", "exp_avg_sq")
+    return Parameter(shape, {state: distinct(shape, first * n) for n, state in enumerate(states)})
 
 
 # Sub-groups.

@@ -22,6 +22,7 @@ __all__ = ["group_states", "optimizer_file", "param_groups", "scalar_states", "s
 
 _CONFIG: Final = "ds_config"
 _VERSION: Final = "ds_version"
+_STEP: Final = "step"
 # Whose form it is that is written; engines refuse files that name no version.
 _WRITTEN_VERSION: Final = "0.19.8"
 
@@ -117,26 +118,46 @@ def scalar_states(writing: Writing, number: int, group: ParameterGroup) -> tuple
 
 
 def _arrays(tensor: TensorEntry) -> dict[str, StateEntry]:
-    shape = tensor.layout.full_shape
-    return {
-        state: entry
-        for state, entry in tensor.states.items()
-        if state not in {WEIGHT, FP32}
-        and entry.layout.full_shape == shape
-        and not _is_scalar(entry)
-    }
+    arrays: dict[str, StateEntry] = {}
+    for state, entry in tensor.states.items():
+        if state in {WEIGHT, FP32} or _is_scalar(tensor, state):
+            continue
+        if entry.layout.full_shape != tensor.layout.full_shape:
+            raise UnsupportedError(
+                f"its state {state!r} has shape {entry.layout.full_shape}, the parameter has "
+                f"{tensor.layout.full_shape}: how it is cut is not known",
+                where=f"tensor {tensor.name!r}",
+                remedy="convert the weights with --to safetensors",
+            )
+        arrays[state] = entry
+    return arrays
 
 
 def _scalars(tensor: TensorEntry) -> list[str]:
     return [
         state
-        for state, entry in tensor.states.items()
-        if state not in {WEIGHT, FP32} and _is_scalar(entry)
+        for state in tensor.states
+        if state not in {WEIGHT, FP32} and _is_scalar(tensor, state)
     ]
 
 
-def _is_scalar(entry: StateEntry) -> bool:
-    return not entry.layout.full_shape
+def _is_scalar(tensor: TensorEntry, state: str) -> bool:
+    """Whether a state is one number for a whole group.
+
+    A parameter may be one number itself. Flat partitions then tell its states, which have a place
+    in one of them, from numbers that every rank has; where nothing is flat, the name does.
+    """
+    entry = tensor.states[state]
+    if entry.layout.full_shape or tensor.layout.full_shape:
+        return not entry.layout.full_shape
+    master = tensor.states.get(FP32)
+    if master is not None and not _is_whole(master):
+        return _is_whole(entry)
+    return state == _STEP
+
+
+def _is_whole(entry: StateEntry) -> bool:
+    return all(not shape for _, shape in entry.layout.shard_shapes)
 
 
 def _require_equal(writing: Writing, number: int, group: ParameterGroup, state: str) -> None:
