@@ -11,12 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from restride.errors import CorruptError
+from restride import api
+from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed import read_catalog
 from restride.testing.gather import gather, gather_all
 from restride.testing.saved_values import edit_file
 from restride.testing.zero_files import Parameter, ZeroRun, shard_of, stored, write_zero_run
 from restride.testing.zero_runs import distinct, zero_runs
+
+RECORDED = Path(__file__).parents[1] / "data" / "deepspeed_optimizers"
 
 
 def momentum(name: str, parameter: Parameter) -> np.ndarray:
@@ -171,3 +174,28 @@ def test_a_momentum_of_another_length_is_of_no_parameter(tmp_path, length):
 
     assert [finding.kind for finding in catalog.findings] == ["uncut-state"]
     assert all("momentum_buffer" not in tensor.states for tensor in catalog.tensors)
+
+
+def test_sharded_files_of_muon_are_those_of_zero_3(tmp_path):
+    """An engine resumed from such files trains on with the losses of its own."""
+    source = RECORDED / "muon_z1"
+    with pytest.raises(UnsupportedError, match="keeps whole on every rank"):
+        api.convert(source, tmp_path / "out", to="deepspeed", zero=2)
+
+    api.convert(source, tmp_path / "out", to="deepspeed", zero=3)
+
+    expected, found = (gather_all(api.open(path)) for path in (source, tmp_path / "out"))
+    kept = {key for key in expected if key.endswith(("/fp32", "/momentum_buffer", "/exp_avg"))}
+    assert len(kept) == 5 + 2 + 3
+    for key in kept:
+        assert np.array_equal(found[key], expected[key]), key
+
+
+def test_a_universal_folder_of_muon_is_warned_of(tmp_path):
+    report = api.convert(RECORDED / "muon_z2", tmp_path / "out", to="universal")
+
+    assert [finding.kind for finding in report.findings] == ["not-loaded"]
+    assert "--to deepspeed --zero 3" in report.findings[0].message
+    found = gather_all(api.open(tmp_path / "out"))
+    source = gather_all(api.open(RECORDED / "muon_z2"))
+    assert np.array_equal(found["0.weight/momentum_buffer"], source["0.weight/momentum_buffer"])

@@ -84,7 +84,7 @@ def read_training(catalog: Catalog) -> Training:
         )
     return replace(
         read_model_training(run, catalog),
-        groups=tuple(_groups(run, zero)),
+        groups=tuple(_without_arrays(group, catalog) for group in _groups(run, zero)),
         optimizer={
             key: entry.value
             for key, entry in zero.state.items()
@@ -145,6 +145,22 @@ def _groups(run: Run, zero: ZeroFile) -> Iterator[ParameterGroup]:
             settings=own_settings,
             numbers=_numbers(parts[number]),
         )
+
+
+def _without_arrays(group: ParameterGroup, catalog: Catalog) -> ParameterGroup:
+    """Leave out what the catalog has as an array of each parameter: Muon's momentum."""
+    names = set(group.names)
+    arrays = {
+        state for tensor in catalog.tensors if tensor.name in names for state in tensor.states
+    }
+    return replace(
+        group,
+        numbers={
+            key: value
+            for key, value in group.numbers.items()
+            if not (isinstance(value, StoredTensor) and key in arrays)
+        },
+    )
 
 
 def _names(run: Run, zero: ZeroFile, model: ModelFile) -> list[list[str]]:

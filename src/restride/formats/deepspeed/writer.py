@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["lay_out"]
 
 _PARTITIONED_WEIGHTS = 3
+_FLAT_STAGES = (1, 2)
 
 
 def lay_out(
@@ -73,6 +74,7 @@ def lay_out(
                 remedy="`restride check` lists everything that is missing",
             )
     _require_module(catalog)
+    _require_cut(catalog, training, target)
     _require_settings(catalog, training)
     placed = place_experts(catalog, training, target)
     if placed is not None:
@@ -118,6 +120,20 @@ def _require_settings(catalog: Catalog, training: Training) -> None:
             where=catalog.root,
             remedy="convert with --to universal: an engine that loads that keeps its own",
         )
+
+
+def _require_cut(catalog: Catalog, training: Training, target: DeepSpeedTarget) -> None:
+    """Partitions of ZeRO-1 and ZeRO-2 are cut; what an engine keeps whole in them has no place."""
+    if target.zero not in _FLAT_STAGES:
+        return
+    for number, group in enumerate(training.groups):
+        if group.settings.get("use_muon") is True:
+            raise UnsupportedError(
+                f"parameter group {number} is updated by Muon, whose momentum an engine of "
+                f"ZeRO-{target.zero} keeps whole on every rank with a part of the parameter",
+                where=catalog.root,
+                remedy="choose --zero 3, where it is cut like the weights",
+            )
 
 
 def _require_module(catalog: Catalog) -> None:

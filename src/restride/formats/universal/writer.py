@@ -56,6 +56,11 @@ _MASTER: Final = DTYPES["float32"]
 _PARAM: Final = "param"
 _STEP: Final = "step"
 _WEIGHT: Final = "weight"
+_MUON: Final = (
+    "a parameter group is updated by Muon: an engine of ZeRO-1 or ZeRO-2 keeps its momentum whole, "
+    "takes a part of it from a universal folder, and stops (seen with deepspeed 0.19.8); convert "
+    "with --to deepspeed --zero 3"
+)
 _CASTABLE: Final = frozenset({"float32", "bfloat16", "float16", "float64"})
 # What an engine of ZeRO-3 opens of every parameter (deepspeed 0.19.8 `runtime/zero/stage3.py`).
 _ADAM: Final = ("fp32", "exp_avg", "exp_avg_sq")
@@ -123,6 +128,8 @@ def lay_out(catalog: Catalog, training: Training, *, is_partitioned: bool) -> Ex
     copies.write(writer.output, top, is_partitioned=is_partitioned)
     if run.is_partitioned and not is_partitioned:
         writer.findings.extend(rank_findings(training, range(run.tp_size)))
+    if not is_partitioned and any(g.settings.get("use_muon") is True for g in training.groups):
+        writer.findings.append(Finding("warning", "not-loaded", _MUON))
     if run.is_of_pipeline:
         writer.findings.extend(_lost_buffers(catalog))
     writer.output.add_file(LATEST, top.encode())
