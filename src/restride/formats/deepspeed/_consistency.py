@@ -104,24 +104,28 @@ def _settings(run: Run) -> Iterator[Finding]:
 
 def _plain_steps(run: Run) -> Iterator[Finding]:
     """Steps that the optimizer counts in plain numbers; those in tensors are read elsewhere."""
-    first: dict[int, tuple[str, Field]] = {}
+    first: dict[int, tuple[str, Value]] = {}
     for zero in run.zeros.values():
-        steps = {
-            number: group.others["step"]
+        steps: dict[int, Value] = {
+            number: group.others["step"].value if "step" in group.others else group.scalars["step"]
             for number, group in enumerate(zero.groups)
-            if "step" in group.others
+            if "step" in group.others or "step" in group.scalars
         }
         shared = zero.state.get("base_optimizer_state_step")
         if shared is not None:
-            steps[-1] = shared
+            steps[-1] = shared.value
         for number, step in steps.items():
             name, known = first.setdefault(number, (zero.name, step))
-            if _differ(step.value, known.value):
+            if _differ(step, known):
                 message = (
-                    f"the optimizer step is {shown(step.value)} in {zero.name} and "
-                    f"{shown(known.value)} in {name}: the files are of different saves"
+                    f"the optimizer step is {_counted(step)} in {zero.name} and {_counted(known)} "
+                    f"in {name}: the files are of different saves"
                 )
                 yield _of_optimizer(run, "step-mismatch", message, zero.name, {})
+
+
+def _counted(step: Value) -> str:
+    return "a tensor" if isinstance(step, StoredTensor) else shown(step)
 
 
 def _groups(run: Run) -> Iterator[Finding]:

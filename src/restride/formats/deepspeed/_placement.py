@@ -252,9 +252,10 @@ def _as_stored(layout: Layout, shapes: Sequence[Shape], where: str) -> Layout:
         return layout
     is_merged = ndim == _MATRIX < len(full) and all(shape[-1] == full[-1] for shape in shapes)
     if not is_merged:
+        rank = next(rank for rank, shape in enumerate(shapes) if shape != layout.shard_shape(rank))
         raise CorruptError(
-            f"tp rank 0 stores a shard of shape {shapes[0]}, its affine map is of shape "
-            f"{layout.shard_shape(0)}",
+            f"tp rank {rank} stores a shard of shape {shapes[rank]}, its affine map is of shape "
+            f"{layout.shard_shape(rank)}",
             where=where,
         )
     return replace(

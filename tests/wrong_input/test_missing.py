@@ -1,0 +1,63 @@
+"""A file of a rank is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "name", "words"),
+    [
+        ("llama_tp2_z1", "mp_rank_01_model_states.pt", ("1 of 2 model files", "mp_rank_01_model")),
+        ("llama_tp2_z1", "mp_rank_00_model_states.pt", ("1 of 2 model files", "mp_rank_00_model")),
+        (
+            "codegen_fused_tp2_z0",
+            "mp_rank_01_model_states.pt",
+            ("1 of 2 model files", "mp_rank_01_model_states.pt"),
+        ),
+        (
+            "llama_tp1dp2_z3",
+            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            ("1 of 2 optimizer files", "dp 1 tp 0"),
+        ),
+        (
+            "llama_tp2_z3",
+            "zero_pp_rank_0_mp_rank_01_optim_states.pt",
+            ("1 of 2 optimizer files", "dp 0 tp 1"),
+        ),
+        (
+            "mixtral_ep2_z1",
+            "layer_1_expert_2_mp_rank_00_model_states.pt",
+            ("'model.layers.1.mlp.experts", "layer_1_expert_*"),
+        ),
+    ],
+)
+def test_a_file_with_weights_is_missing(damaged, checkpoint, name, words):
+    run = damaged(checkpoint)
+    run.file(name).unlink()
+
+    run.check_finds(*words)
+    run.convert_refuses()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "dp", "tp"),
+    [("llama_tp2_z1", 0, 1), ("llama_tp1dp2_z2", 1, 0), ("codegen_fused_tp2dp2_z1", 1, 1)],
+)
+def test_a_file_of_the_optimizer_is_missing_and_the_weights_are_all_there(
+    damaged, checkpoint, dp, tp
+):
+    run = damaged(checkpoint)
+    run.file(f"zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt").unlink()
+
+    run.check_finds(f"dp {dp} tp {tp}", "missing-file")
+    run.convert_refuses(weights=False)
+
+
+def test_a_model_file_of_zero_3_is_missing_that_says_nothing_of_its_own(damaged):
+    """Each rank writes one, and their weights are in the optimizer files."""
+    run = damaged("llama_tp1dp2_z3")
+    run.file("zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+
+    run.check_finds("1 of 2 model files are missing (dp 1 tp 0)")
+    run.convert_refuses()

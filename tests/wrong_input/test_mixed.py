@@ -1,0 +1,102 @@
+"""Two runs are mixed: every file is sound by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from restride import api
+
+MODEL = "mp_rank_01_model_states.pt"
+OPTIMIZER = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+
+
+def test_a_model_file_of_a_run_that_cut_the_same_model_another_way(damaged):
+    run = damaged("codegen_fused_tp2_z1")
+    run.take_from("codegen_rowcut_tp2_z1", MODEL)
+
+    run.check_finds(OPTIMIZER, "dp rank 0, tp rank 1", "than the 62272 elements that param_shapes")
+    run.convert_refuses()
+
+
+@pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
+def test_a_file_of_a_run_in_another_precision(damaged, name):
+    run = damaged("llama_tp2_z1_fp32")
+    run.take_from("llama_tp2_z1", name)
+
+    run.check_finds(name)
+    run.convert_refuses(weights=name == MODEL)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_optimizer_file_of_a_run_at_another_zero_stage(damaged, stage):
+    run = damaged(f"llama_tp1dp2_z{stage}")
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    run.take_from(f"llama_tp1dp2_z{3 - stage}", name)
+
+    run.check_finds("zero_stage is", name)
+    run.convert_refuses()
+
+
+def test_files_of_zero_3_among_those_of_zero_1(damaged):
+    run = damaged("llama_tp1dp2_z1")
+    run.take_from(
+        "llama_tp1dp2_z3",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    )
+
+    run.check_finds("zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    run.convert_refuses()
+
+
+def overwrite(run, dp, tp):
+    """Give an optimizer file the master copies of a run with another seed."""
+    catalog = api.open(run.folder)
+    rng = np.random.default_rng(0)
+    name = f"zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt"
+    path = run.file(name)
+    rank = dp * dict(catalog.mesh.axes)["tp"] + tp
+    with path.open("r+b") as file:
+        for tensor in catalog.tensors:
+            entry = tensor.states.get("fp32")
+            if entry is not None and entry.regions[rank] is not None:
+                file.seek(entry.regions[rank].start_nbytes)
+                values = rng.normal(0, 0.02, entry.layout.shard_numel(rank))
+                file.write(values.astype(np.float32).tobytes())
+    return name
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "dp", "tp"),
+    [
+        ("llama_tp1dp2_z1", 1, 0),
+        ("llama_tp1dp2_z2", 0, 0),
+        ("gpt2_tp1dp2_z1", 1, 0),
+        ("codegen_fused_tp2dp2_z1", 1, 1),
+        ("mixtral_ep2_z1", 1, 0),
+    ],
+)
+def test_an_optimizer_file_of_the_same_configuration_and_step(damaged, checkpoint, dp, tp):
+    """Nothing in it tells but the values: its master copies are not the weights."""
+    run = damaged(checkpoint)
+    name = overwrite(run, dp, tp)
+
+    run.check_finds(name, f"dp rank {dp}, tp rank {tp}", "master-mismatch")
+    run.convert_refuses(weights=False)
+
+
+def test_a_model_file_of_the_same_configuration_and_step(damaged):
+    """Parameters that every rank holds whole are not the same, and no master copy fits."""
+    run = damaged("llama_tp2_z1")
+    catalog = api.open(run.folder)
+    rng = np.random.default_rng(0)
+    with run.file(MODEL).open("r+b") as file:
+        for tensor in catalog.tensors:
+            region, entry = tensor.states["weight"].regions[1], tensor.states["weight"]
+            file.seek(region.start_nbytes)
+            values = rng.normal(0, 0.02, entry.layout.shard_numel(1)).astype(np.float32)
+            file.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
+
+    run.check_finds("master-mismatch", MODEL, "replica-drift", "'model.norm.weight'")
+    run.convert_refuses()
