@@ -17,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 \
 BENCHMARKS := $(if $(B),benchmarks/$(B).py,$(filter-out %/measure.py %/synthetic.py,\
   $(wildcard benchmarks/*.py)))
 
-.PHONY: demo test check quick bench matrix fuzz clean
+.PHONY: demo test check quick kills bench matrix fuzz clean
 
 demo: $(VENV)/.package
 	@$(BIN)/restride demo
@@ -46,6 +46,11 @@ bench: $(VENV)/.tests
 # `make matrix ONLY='llama.*'`.
 matrix: $(VENV)/.tests
 	@$(TEST_ENV) $(BIN)/python scripts/matrix.py $(if $(ONLY),--only '$(ONLY)')
+
+# Conversions that are killed at random moments and resumed must end the same; any number of kills.
+KILLS ?= 200
+kills: $(VENV)/.tests
+	@$(BIN)/python scripts/kill_conversions.py --kills $(KILLS)
 
 # Laws and hostile files with many more examples (`make fuzz K=hostile` for a part of them), then the
 # readers guided by coverage, each for FUZZ_SECONDS.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from restride.arrays.fingerprint import scratch_nbytes
 from restride.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
-from restride.errors import BudgetError, RestrideError, StoppedError
+from restride.errors import BudgetError, ReplicaError, RestrideError, StoppedError
 from restride.executors.blocks import TABLE_NBYTES, BlockTable, block_count
 from restride.executors.identity import job_digest, package_version
 from restride.executors.journaled import JournaledWriter
@@ -172,10 +172,15 @@ def write_output(
     writer = JournaledWriter(
         place, output, blocks, table, reader.require_unchanged, sync_nbytes=sync_nbytes
     )
-    with writer:
-        read_nbytes = StreamingExecutor().execute(
-            plan, reader, writer, table, steps=blocks.steps(), stop=stop
-        )
+    try:
+        with writer:
+            read_nbytes = StreamingExecutor().execute(
+                plan, reader, writer, table, steps=blocks.steps(), stop=stop
+            )
+    except ReplicaError:
+        # Replicas that are just being written to differ as well, and that is another story.
+        reader.require_unchanged()
+        raise
     if blocks.left_nbytes():
         raise StoppedError("stopped")
     reader.require_unchanged()

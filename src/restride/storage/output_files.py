@@ -10,7 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Final, Self
 
 from restride.checkpoint.output import OutputFile
-from restride.errors import ExecutionError, ExistsError
+from restride.errors import ExecutionError, ExistsError, RestrideError
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def translated(problem: str, path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except ExecutionError:
+    except RestrideError:
         raise
     except OSError as error:
         raise _failed(f"{problem} ({error.strerror})", path) from error
