@@ -341,3 +341,16 @@ def test_layers_that_are_not_those_of_the_model_are_refused(
     with pytest.raises(CorruptError, match=words) as caught:
         exported(source, 2, 1, 2, experts=(first, {**second, key: value}))
     assert "ds_autoep_layers[1]" in str(caught.value)
+
+
+# What is read of it.
+
+
+def test_a_second_name_that_zero_3_stores_nothing_of_is_no_lost_weight(shared: Path) -> None:
+    catalog = read_catalog(shared / "checkpoints" / "mixtral_ep2_z3")
+
+    told = {finding.where: finding for finding in catalog.findings}
+    for router in ROUTERS:
+        finding = told[f"tensor '{router}.gate.gate.weight'"]
+        assert (finding.severity, finding.kind) == ("note", "second-name")
+        assert f"{router}.router.gate.weight" in finding.message

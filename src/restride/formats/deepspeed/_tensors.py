@@ -101,10 +101,23 @@ class _Reader:
             elif name in self._aliases:
                 continue
             elif self._run.is_partitioned and self._shard_shape(first, name) is None:
-                message = f"tensor {name!r} is named in the module, and no file has it"
-                self._warn("no-weight", message, name)
+                self._tell_of_nothing(name)
             else:
                 yield self._parameter(name)
+
+    def _tell_of_nothing(self, name: str) -> None:
+        """Tell of a name that ZeRO-3 stores nothing of. AutoEP names the router's weights twice."""
+        for expert in self._experts.values():
+            layer = expert.name.rsplit(".", 2)[0]
+            rest = name.removeprefix(f"{layer}.").partition(".")[2]
+            router = f"{layer}.router.{rest}"
+            if name.startswith(f"{layer}.") and router in {*self._trained, *self._frozen}:
+                message = f"tensor {name!r} is a second name of {router!r}, and stored under that"
+                self._run.findings.append(
+                    Finding("note", "second-name", message, f"tensor {name!r}")
+                )
+                return
+        self._warn("no-weight", f"tensor {name!r} is named in the module, and no file has it", name)
 
     def _parameter(self, name: str) -> TensorEntry:
         run, where = self._run, f"tensor {name!r}"
