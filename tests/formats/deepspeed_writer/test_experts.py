@@ -81,7 +81,8 @@ def test_there_and_back_the_files_hold_what_they_held(shared: Path, tmp_path: Pa
     source = shared / "checkpoints" / "mixtral_ep2_z1"
 
     convert(source, tmp_path / "there", 4, 3, 4)
-    export = convert(tmp_path / "there", tmp_path / "back", 2, 1, 2)
+    convert(tmp_path / "there", tmp_path / "further", 4, 2, 1)
+    export = convert(tmp_path / "further", tmp_path / "back", 2, 1, 2)
 
     assert not export.findings
     names = sorted(path.name for path in (source / "step").iterdir())

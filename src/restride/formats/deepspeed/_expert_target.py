@@ -104,6 +104,14 @@ class PlacedExperts:
         groups = regrouped(training.groups, numels, before=before, after=self.target.ep)
         return replace(training, groups=tuple(groups))
 
+    def without_second_names(self, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+        """The tensors of the source, by name, but for the second names of routers."""
+        return {
+            name: replace(tensor, aliases=tuple(a for a in tensor.aliases if a not in self.aliases))
+            for name, tensor in tensors.items()
+            if name not in self.aliases
+        }
+
     def entries(self, rank: int) -> dict[Value, Value]:
         """What the model file of a rank says of the experts."""
         layers: list[Value] = [

@@ -76,9 +76,11 @@ def lay_out(
     _require_module(catalog)
     _require_cut(catalog, training, target)
     _require_settings(catalog, training)
+    tensors = {tensor.name: tensor for tensor in catalog.tensors}
     placed = place_experts(catalog, training, target)
     if placed is not None:
         training, layouts = placed.retold(training), {**layouts, **placed.layouts}
+        tensors = placed.without_second_names(tensors)
     writing = Writing(
         catalog,
         training,
@@ -87,13 +89,9 @@ def lay_out(
         weights={
             selected.tensor: selected
             for selected in select_weights(catalog)
-            if placed is None or selected.tensor not in placed.aliases
+            if selected.tensor in tensors
         },
-        tensors={
-            tensor.name: tensor
-            for tensor in catalog.tensors
-            if placed is None or tensor.name not in placed.aliases
-        },
+        tensors=tensors,
         output=TorchOutput(catalog),
         experts=placed,
     )
