@@ -73,7 +73,7 @@ def convert(
     out: str | PathLike[str],
     *,
     to: Target = "safetensors",
-    states: States = "weights",
+    states: States | None = None,
     dtype: str | None = None,
     max_shard_nbytes: int | None = None,
     stage: int | None = None,
@@ -112,7 +112,8 @@ def convert(
         path: As for `open`.
         out: Folder to write.
         to: Format of the output.
-        states: Only the weights, or everything. What DeepSpeed resumes from always has everything.
+        states: Only the weights (the default of safetensors), or everything. What DeepSpeed resumes
+            from always has everything.
         dtype: Type of the weights in safetensors, where it is not the one they were trained in.
         max_shard_nbytes: Largest file of safetensors; a larger model is split, with an index.
         stage: ZeRO stage of the engines that load a universal folder: 1 and 2 are one shape, 3 is

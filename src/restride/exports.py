@@ -33,7 +33,8 @@ class Wanted:
 
     Attributes:
         to: Format of the output.
-        states: Only the weights, or everything. DeepSpeed's own forms always have everything.
+        states: Only the weights (the default), or everything. DeepSpeed's own forms
+            always have everything.
         dtype: Type of the weights in safetensors, where it is not the one they were trained in.
         max_shard_nbytes: Largest file of safetensors.
         stage: ZeRO stage of the engines that load a universal folder, by default that of the
@@ -46,7 +47,7 @@ class Wanted:
     """
 
     to: Target
-    states: States = "weights"
+    states: States | None = None
     dtype: str | None = None
     max_shard_nbytes: int | None = None
     stage: int | None = None
@@ -63,7 +64,7 @@ class Wanted:
 
 _PARTITIONED: Final = 3
 _TAKEN: Final = {
-    "safetensors": {"dtype", "max_shard_nbytes"},
+    "safetensors": {"states", "dtype", "max_shard_nbytes"},
     "universal": {"stage", "optimizer_transform"},
     "deepspeed": {
         *("tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"),
@@ -87,7 +88,8 @@ def lay_out_export(catalog: Catalog, wanted: Wanted) -> Export:
     _require_taken(wanted)
     if wanted.to == "safetensors":
         dtype = cast_target(wanted.dtype) if wanted.dtype is not None else None
-        return _lay_out_safetensors(catalog, wanted.states, dtype, wanted.max_shard_nbytes)
+        states = wanted.states or "weights"
+        return _lay_out_safetensors(catalog, states, dtype, wanted.max_shard_nbytes)
     if wanted.to == "universal":
         return _lay_out_universal(catalog, wanted)
     return _lay_out_deepspeed(catalog, wanted)
@@ -99,11 +101,15 @@ def _require_taken(wanted: Wanted) -> None:
         raise UnsupportedError(
             f"cannot write {wanted.to!r}", remedy=f"formats to write are {', '.join(_TAKEN)}"
         )
-    for option in fields(wanted)[2:]:
+    # All states are what every format can have; the weights alone are not.
+    is_all = wanted.states == "all"
+    for option in fields(wanted)[2 if is_all else 1 :]:
         if getattr(wanted, option.name) is not None and option.name not in taken:
             takers = [to for to, names in _TAKEN.items() if option.name in names]
+            is_of_weights = option.name in _TAKEN["safetensors"]
+            why = ": it has every state, as it is stored" if is_of_weights else ""
             raise UnsupportedError(
-                f"{wanted.to} takes no {option.name}",
+                f"{wanted.to} takes no {option.name}{why}",
                 remedy=f"leave it out, or convert to {' or '.join(takers)}",
             )
 

@@ -82,7 +82,7 @@ def prepare(
         RestrideError: As for `restride.convert`, as far as it can be said without reading tensors.
     """
     catalog = open_catalog(path)
-    only_weights = wanted.to == "safetensors" and wanted.states == "weights"
+    only_weights = wanted.to == "safetensors" and wanted.states != "all"
     require_sound(catalog.findings, only_weights=only_weights)
     budget = default_budget_nbytes() if budget_nbytes is None else budget_nbytes
     # Before the job is described: what changes later is noticed.

@@ -78,8 +78,8 @@ _MOST_SHOWN: Final = 12
 @click.option(
     "--states",
     type=click.Choice(["weights", "all"]),
-    default="weights",
-    help="The weights alone (default), or the master copies and optimizer states too.",
+    help="Of safetensors the weights alone (default), or the master copies and optimizer states "
+    "too.",
 )
 @click.option("--dtype", help="Type of the weights: float32, bfloat16, ... Default: as trained.")
 @click.option(
@@ -116,7 +116,7 @@ def command(
     out: str,
     *,
     to: Target,
-    states: Literal["weights", "all"],
+    states: Literal["weights", "all"] | None,
     dtype: str | None,
     max_shard_size: int | None,
     stage: int | None,

@@ -395,3 +395,32 @@ def test_moments_do_not_follow_it_silently(tmp_path):
         UnsupportedError, match=r"'exp_avg' changes by a factor of 2 .* lr \* \(1/2\)"
     ):
         write_export(source, export, tmp_path / "out")
+
+
+# Options that mean nothing here, or mean something here alone.
+
+
+@pytest.mark.parametrize(
+    "option", [{"states": "weights"}, {"dtype": "float32"}, {"max_shard_nbytes": 1 << 20}]
+)
+@pytest.mark.parametrize("to", ["deepspeed", "universal"])
+def test_options_of_safetensors_are_refused(tmp_path, to, option):
+    write_zero_run(tmp_path / "run", small_run())
+    (name,) = option
+
+    with pytest.raises(UnsupportedError) as caught:
+        api.convert(tmp_path / "run", tmp_path / "out", to=to, **option)
+    assert str(caught.value) == (
+        f"{to} takes no {name}: it has every state, as it is stored; leave it out, or convert to "
+        "safetensors"
+    )
+
+
+@pytest.mark.parametrize("option", [{"tp": 2}, {"dp": 1}, {"zero": 1}, {"ep": 1}, {"grain": 2}])
+@pytest.mark.parametrize("to", ["safetensors", "universal"])
+def test_options_of_sharded_files_are_refused_elsewhere(tmp_path, to, option):
+    write_zero_run(tmp_path / "run", small_run())
+    (name,) = option
+
+    with pytest.raises(UnsupportedError, match=f"^{to} takes no {name}; .* convert to deepspeed"):
+        api.convert(tmp_path / "run", tmp_path / "out", to=to, **option)
