@@ -33,7 +33,9 @@ ADAM = ("weight", "fp32", "exp_avg", "exp_avg_sq")
 
 def parameter(first, shape, cut=None):
     values = {
-        state: (first + 1000 * place + np.arange(prod(shape), dtype=np.float32)).reshape(shape)
+        state: (
+            first + 1000 * max(place - 1, 0) + np.arange(prod(shape), dtype=np.float32)
+        ).reshape(shape)
         for place, state in enumerate(ADAM)
     }
     return Parameter(shape, values, cut)

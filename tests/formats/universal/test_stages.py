@@ -28,7 +28,9 @@ FORMATS = {1: "deepspeed universal", 3: "deepspeed universal zero-3"}
 
 def parameter(first, shape, cut=None, group=0, states=ADAM):
     values = {
-        state: (first + 1000 * place + np.arange(prod(shape), dtype=np.float32)).reshape(shape)
+        state: (
+            first + 1000 * max(place - 1, 0) + np.arange(prod(shape), dtype=np.float32)
+        ).reshape(shape)
         for place, state in enumerate(states)
     }
     return Parameter(shape, values, cut, group)
@@ -222,11 +224,11 @@ def test_a_group_that_the_first_rank_does_not_know_is_not_guessed(tmp_path):
 
 
 def test_an_engine_of_zero_1_is_told_which_version_wrote_the_optimizer(tmp_path):
-    source = written(tmp_path / "in", 3, extra={"ds_version": "0.19.8"})
+    source = written(tmp_path / "in", 3, extra={"ds_version": "0.0"})
 
     made = converted(source, tmp_path / "out", 1)
 
-    assert state_of(made)["ds_version"] == "0.19.8"
+    assert state_of(made)["ds_version"] == "0.0"
     assert state_of(made)["zero_stage"].args == (1,)
 
 

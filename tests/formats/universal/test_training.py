@@ -24,7 +24,9 @@ OPTIMIZER_FILE = "step/zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"
 
 def parameter(first, shape, cut=None, group=0):
     values = {
-        state: (first + 1000 * place + np.arange(prod(shape), dtype=np.float32)).reshape(shape)
+        state: (
+            first + 1000 * max(place - 1, 0) + np.arange(prod(shape), dtype=np.float32)
+        ).reshape(shape)
         for place, state in enumerate(ADAM)
     }
     return Parameter(shape, values, cut, group)

@@ -20,6 +20,7 @@ from restride.formats._registry import open_training
 from restride.formats.universal import lay_out
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.command_line import run
+from restride.testing.gather import gather
 from restride.testing.mutations import damaged_pickles
 from restride.testing.saved_values import Array, edit_file
 from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
@@ -31,7 +32,9 @@ MODEL_FILE = "step/mp_rank_{:02d}_model_states.pt"
 
 def parameter(first, shape, cut=None, states=ADAM, group=0):
     values = {
-        state: (first + 1000 * place + np.arange(prod(shape), dtype=np.float32)).reshape(shape)
+        state: (
+            first + 1000 * max(place - 1, 0) + np.arange(prod(shape), dtype=np.float32)
+        ).reshape(shape)
         for place, state in enumerate(states)
     }
     return Parameter(shape, values, cut, group)
@@ -173,24 +176,28 @@ def test_a_step_that_is_a_plain_number_stays_one(tmp_path):
     assert all(value_of(top / "zero" / name / "step.pt") == 7 for name in PARAMETERS)
 
 
-def test_a_scalar_state_that_no_engine_can_load_is_told_of(tmp_path):
+def test_a_scalar_state_that_no_engine_looks_for_is_told_of_and_kept(tmp_path):
     source = written(tmp_path / "in")
-    product = Array("float32", (), bytes(4))
+    product = Array("float32", (), np.float32(0.25).tobytes())
     for dp in range(2):
         for tp in range(2):
             edit_file(
                 source / OPTIMIZER_FILE.format(dp, tp),
                 lambda value: value["optimizer_state_dict"]["base_optimizer_state"]["state"][
                     0
-                ].update(mu_product=product),
+                ].update(mu_product=product, rounds=3),
             )
 
     report = api.convert(source, tmp_path / "out", to="universal")
 
-    found = [finding for finding in report.findings if finding.kind == "not-carried"]
-    assert [finding.where for finding in found] == [f"tensor {name!r}" for name in PARAMETERS]
-    assert "'mu_product' of shape () has no place" in found[0].message
+    (finding,) = report.findings
+    assert (finding.severity, finding.kind) == ("warning", "not-loaded")
+    assert finding.message.startswith("no engine loads mu_product, rounds again")
     assert not any("mu_product" in name for name in report.files)
+    catalog = api.open(tmp_path / "out")
+    for tensor in catalog.tensors:
+        assert gather(catalog, tensor.states["mu_product"]).tobytes() == np.float32(0.25).tobytes()
+    assert [dict(group.numbers) for group in open_training(catalog).groups] == [{"rounds": 3}]
 
 
 def test_buffers_are_in_the_model_files_and_nowhere_else(tmp_path):

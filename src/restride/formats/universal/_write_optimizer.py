@@ -20,7 +20,7 @@ from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from restride.checkpoint.catalog import Catalog, TensorEntry
     from restride.checkpoint.training import Training
@@ -78,15 +78,22 @@ def read_source_state(run: Run, *, is_universal: bool) -> SourceState:
 
 
 def write_optimizer(
-    output: TorchOutput, name: str, training: Training, source: SourceState
-) -> None:
+    output: TorchOutput, name: str, catalog: Catalog, training: Training, source: SourceState
+) -> Iterator[str]:
     """Add the file for an engine of ZeRO-1 or ZeRO-2.
+
+    An engine has the step of each parameter in a file of its own, and looks for no other state that
+    a group shares. These are written as in the shape of ZeRO-3, for whoever reads them.
 
     Args:
         output: Files so far.
         name: Name of the file.
+        catalog: What the checkpoint holds.
         training: What goes with the tensors.
         source: The optimizer's state of the source; without geometry where it is of ZeRO-3.
+
+    Yields:
+        Names of the states that no engine looks for.
     """
     count = len(training.groups)
     made: dict[str, Value] = {
@@ -102,7 +109,18 @@ def write_optimizer(
         {**keyed(group.settings), "params": [number]}
         for number, group in enumerate(training.groups)
     ]
-    output.add(FileDraft(name), {**keyed(state), "param_groups": groups})
+    tensors = {tensor.name: tensor for tensor in catalog.tensors}
+    draft = FileDraft(name)
+    shared: dict[Value, Value] = {}
+    for number, group in enumerate(training.groups):
+        member = next((tensors[key] for key in group.names if key in tensors), None)
+        own = {} if member is None else _scalars(output, draft, member, skipped=_STEP)
+        own |= {key: value for key, value in group.numbers.items() if key != _STEP}
+        shared[number] = keyed(own)
+        yield from own
+    if any(shared.values()):
+        state["optimizer_state_dict"] = {"state": shared, "param_groups": groups}
+    output.add(draft, {**keyed(state), "param_groups": groups})
 
 
 def write_partitioned_optimizer(
@@ -154,12 +172,14 @@ def write_partitioned_optimizer(
     )
 
 
-def _scalars(output: TorchOutput, draft: FileDraft, tensor: TensorEntry) -> dict[str, Value]:
+def _scalars(
+    output: TorchOutput, draft: FileDraft, tensor: TensorEntry, *, skipped: str = ""
+) -> dict[str, Value]:
     """States that one parameter shares with all others of its sub-group."""
     found: dict[str, Value] = {}
     for state, entry in tensor.states.items():
         is_own = tensor.layout.full_shape and state != "weight"
-        if not entry.layout.full_shape and (state == _STEP or is_own):
+        if state != skipped and not entry.layout.full_shape and (state == _STEP or is_own):
             key = f"{draft.name}/{tensor.name}/{state}"
             selected = Selected(key, tensor.name, state, entry, entry.dtype)
             found[state] = draft.tensor(output.array(selected, replicated((), mesh=_ONE_RANK)), 0)

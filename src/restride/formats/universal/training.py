@@ -83,7 +83,7 @@ def _groups(models: ModelFiles, state: OptimizerState, folder: Path) -> Iterator
         yield ParameterGroup(
             names=names,
             settings={key: entry.value for key, entry in group.items() if key != "params"},
-            numbers=_of_parts(shared) if shared else _steps(folder, names),
+            numbers=_steps(folder, names) | _of_parts(shared),
         )
 
 

@@ -117,7 +117,13 @@ def lay_out(catalog: Catalog, training: Training, *, is_partitioned: bool) -> Ex
         write_partitioned_optimizer(writer.output, name, catalog, training, source)
     else:
         writer.add_parameters()
-        write_optimizer(writer.output, name, training, source)
+        shared = {*write_optimizer(writer.output, name, catalog, training, source)}
+        if shared:
+            message = (
+                f"no engine loads {', '.join(sorted(shared))} again from a universal folder; it is "
+                f"in {OPTIMIZER_STATE}, for a conversion with --to deepspeed"
+            )
+            writer.findings.append(Finding("warning", "not-loaded", message))
     if not all(group.settings for group in training.groups):
         message = (
             "the checkpoint has no hyperparameters (elastic_checkpoint leaves them out): an engine "
@@ -204,7 +210,7 @@ class _Writer:
         for state, entry in tensor.states.items():
             if state == _STEP and not entry.layout.full_shape:
                 self._add(tensor, state, entry, self._path(tensor.name, state), None)
-            elif entry.layout.full_shape != tensor.layout.full_shape:
+            elif entry.layout.full_shape not in {tensor.layout.full_shape, ()}:
                 message = (
                     f"{where}: its state {state!r} of shape {entry.layout.full_shape} has no place "
                     "in a universal folder"
