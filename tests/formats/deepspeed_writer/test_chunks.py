@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from restride.errors import FormatError
+from restride.checkpoint.values import OrderedDictValue
+from restride.errors import FormatError, ReplicaError
 from restride.formats.deepspeed._sub_groups import DEFAULT_SUB_GROUP_NUMEL, sub_groups
 from restride.formats.deepspeed.reader import read_catalog
 from restride.formats.deepspeed.target import DeepSpeedTarget
@@ -24,6 +25,7 @@ from restride.testing.contents import content_of, file_content
 from restride.testing.exporting import write_export
 from restride.testing.gather import gather_all
 from restride.testing.partitioned_files import write_partitioned_run
+from restride.testing.saved_values import Array, edit_file
 from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
 from restride.testing.zero_runs import distinct, zero_runs
 
@@ -227,6 +229,82 @@ def test_a_parameter_may_be_one_number(dp: int, zero: int, tmp_path: Path) -> No
 def numbered(shape: tuple[int, ...], first: int) -> Parameter:
     states = ("weight", "fp32", "exp_avg", "exp_avg_sq")
     return Parameter(shape, {state: distinct(shape, first * n) for n, state in enumerate(states)})
+
+
+# What goes along with the parameters.
+
+
+def add_buffer(value, content):
+    """A buffer stands before the parameters, an extra state behind them."""
+    module = OrderedDictValue()
+    module["rotary.steps"] = Array("int64", (2, 1), np.array(content).tobytes())
+    module.update(value["module"])
+    module["norm._extra_state"] = {"scale": 0.5}
+    value["module"] = module
+    value["buffer_names"] = ["rotary.steps"]
+
+
+def model_files(folder: Path) -> list[Path]:
+    return sorted((folder / "step").glob("*model_states.pt"))
+
+
+@pytest.mark.parametrize("is_partitioned", [False, True])
+def test_buffers_are_whole_in_the_file_of_every_rank(tmp_path: Path, *, is_partitioned: bool):
+    run = ZeroRun(2, 1, {"w": numbered((3,), 500)})
+    (write_partitioned_run if is_partitioned else write_zero_run)(tmp_path / "source", run)
+    for path in model_files(tmp_path / "source"):
+        edit_file(path, lambda value: add_buffer(value, [3, 4]))
+
+    written(read_catalog(tmp_path / "source"), DeepSpeedTarget(1, 3, 3), tmp_path / "out")
+
+    assert len(model_files(tmp_path / "out")) == 3
+    for path in model_files(tmp_path / "out"):
+        content = file_content(path)
+        assert list(content["module"][1]) == ["rotary.steps", "w", "norm._extra_state"]
+        buffer = content["module"][1]["rotary.steps"]
+        assert buffer == ("tensor", "int64", (2, 1), np.array([3, 4]).tobytes())
+        assert content["buffer_names"] == ("list", [("str", "rotary.steps")])
+    again = read_catalog(tmp_path / "out")
+    assert [tensor.name for tensor in again.tensors if tensor.kind == "buffer"] == ["rotary.steps"]
+
+
+def test_buffers_that_differ_between_ranks_are_not_mixed_up(tmp_path: Path) -> None:
+    write_partitioned_run(tmp_path / "source", ZeroRun(2, 1, {"w": numbered((3,), 500)}))
+    for dp, path in enumerate(model_files(tmp_path / "source")):
+        edit_file(path, lambda value, dp=dp: add_buffer(value, [dp, 4]))
+
+    with pytest.raises(ReplicaError, match=r"rotary\.steps"):
+        written(read_catalog(tmp_path / "source"), DeepSpeedTarget(1, 2, 3), tmp_path / "out")
+
+
+def test_values_of_each_data_parallel_rank_stay_with_it(tmp_path: Path) -> None:
+    """At ZeRO-3 every rank saves a model file, and its random states in it."""
+    write_partitioned_run(tmp_path / "source", ZeroRun(2, 1, {"w": numbered((3,), 500)}))
+    for dp, path in enumerate(model_files(tmp_path / "source")):
+        edit_file(path, lambda value, dp=dp: value.update(seed=dp))
+    source = read_catalog(tmp_path / "source")
+
+    same = written(source, DeepSpeedTarget(1, 2, 3), tmp_path / "same")
+    more = written(source, DeepSpeedTarget(1, 4, 3), tmp_path / "more")
+
+    def seeds(folder: Path) -> list[int]:
+        return [file_content(path)["seed"][1] for path in model_files(folder)]
+
+    assert seeds(tmp_path / "same") == [0, 1]
+    assert not same.findings
+    assert seeds(tmp_path / "more") == [0, 0, 1, 1]
+    assert "rank-values" in {finding.kind for finding in more.findings}
+
+
+def test_only_the_first_rank_knows_of_tied_weights(shared: Path, tmp_path: Path) -> None:
+    source = read_catalog(shared / "checkpoints" / "llama_tied_tp2_z1")
+
+    written(source, DeepSpeedTarget(2, 2, 3), tmp_path / "out")
+
+    tied = {"lm_head.weight": ("str", "model.embed_tokens.weight")}
+    contents = [file_content(path) for path in model_files(tmp_path / "out")]
+    assert [content["shared_params"] for content in contents] == [tied, {}, {}, {}]
+    assert all("lm_head.weight" in content["module"][1] for content in contents)
 
 
 # Sub-groups.

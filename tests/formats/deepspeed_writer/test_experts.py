@@ -23,7 +23,7 @@ from restride.storage.torch_zip import open_torch_zip
 from restride.testing.contents import file_content
 from restride.testing.exporting import write_export
 from restride.testing.gather import gather_all
-from restride.testing.saved_values import edit_file
+from restride.testing.saved_values import Array, edit_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -251,6 +251,22 @@ def test_a_second_name_of_the_router_is_one_tensor_with_it(shared: Path, tmp_pat
     assert not set(EXPERTS) & model["module"].keys()
 
 
+def test_a_tensor_of_that_name_and_another_shape_stays_what_it_is(
+    shared: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(shared / "checkpoints" / "mixtral_ep2_z1", tmp_path / "source")
+    name = f"{ROUTERS[0]}.gate.gate.weight"
+    edit_file(
+        source / "step" / "mp_rank_00_model_states.pt",
+        lambda model: model["module"].update({name: Array("bfloat16", (2,), b"abcd")}),
+    )
+
+    convert(source, tmp_path / "out", 4, 1, 4)
+
+    found = gather_all(read_catalog(tmp_path / "out"))
+    assert found[f"{name}/weight"].tobytes() == b"abcd"
+
+
 def test_a_tensor_of_that_name_which_is_no_copy_stays_what_it_is(
     shared: Path, tmp_path: Path
 ) -> None:
@@ -342,6 +358,15 @@ def test_layers_that_are_not_those_of_the_model_are_refused(
     with pytest.raises(CorruptError, match=words) as caught:
         exported(source, 2, 1, 2, experts=(first, {**second, key: value}))
     assert "ds_autoep_layers[1]" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, None, "two"])
+def test_experts_that_were_on_no_number_of_ranks_are_refused(size: object, shared: Path) -> None:
+    source = read_catalog(shared / "checkpoints" / "mixtral_ep2_z1")
+    first, second = read_training(source).experts
+
+    with pytest.raises(CorruptError, match=f"ep_size of layer '{ROUTERS[0]}' is {size!r}"):
+        exported(source, 2, 1, 2, experts=({**first, "ep_size": size}, second))
 
 
 # What is read of it.
