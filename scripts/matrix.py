@@ -150,9 +150,7 @@ class Engine:
         return answer
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()
 
 
 def job_of(source: Source, shape: Shape) -> dict[str, Any]:
