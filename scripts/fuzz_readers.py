@@ -76,7 +76,7 @@ READERS: dict[str, Callable[[bytes], None]] = {
 
 
 def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] not in READERS:  # noqa: PLR2004
+    if len(sys.argv) < 2 or sys.argv[1] not in READERS:
         sys.exit(f"usage: {sys.argv[0]} {'|'.join(READERS)} [CORPUS] [libFuzzer options]")
     reader, options = sys.argv[1], sys.argv[2:]
 

@@ -104,10 +104,10 @@ def _run_rank(rank: int, world: int, port: int, folder: Path) -> None:
     # transformers 5.24 brings a plan that cuts the fused weight as plain rows, through its heads.
     # Without it DeepSpeed uses its own rule for CodeGen.
     model.config.base_model_tp_plan = None
-    type(model)._tp_plan = {}  # noqa: SLF001
+    type(model)._tp_plan = {}
     for module in model.modules():
         if hasattr(module, "_tp_plan"):
-            module._tp_plan = {}  # noqa: SLF001
+            module._tp_plan = {}
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=_ENGINE
     )

@@ -105,6 +105,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "momentum": True,
         "config": {"zero_optimization": {"stage": 0}},
     },
+    "experts_z0": {
+        "ranks": 4,
+        "experts": True,
+        "config": {"zero_optimization": {"stage": 0}, **EXPERTS},
+    },
     "partitioned_z3": {
         "ranks": 3,
         "groups": True,
@@ -159,7 +164,7 @@ def build(variant: dict[str, Any]) -> Any:
             self.down = nn.Linear(5, 6)
             self.norm = nn.LayerNorm(6)
             self.head = nn.Linear(6, 11, bias=False)
-            if stage < 3:  # noqa: PLR2004 - ZeRO-3 cannot fetch a parameter without elements
+            if stage < 3:
                 self.empty = nn.Parameter(torch.zeros(0, 3))
             self.register_buffer("positions", torch.arange(5, dtype=torch.int64))
 
@@ -182,7 +187,7 @@ def build_experts() -> Any:
     from transformers.utils import output_capturing
 
     # DeepSpeed 0.19.8 looks classes up by name and with a default, transformers 5.24 by class.
-    registry = output_capturing._CanRecordRegistry  # noqa: SLF001
+    registry = output_capturing._CanRecordRegistry
     by_class = registry.__setitem__
 
     def get(self: Any, key: Any, default: Any = None) -> Any:
@@ -316,8 +321,8 @@ def save_reference(
 
     if stage in {1, 2}:
         # Fragments are linked after the step of the first group, when the others have no state.
-        engine.optimizer._hp_optimizer_states_linked = False  # noqa: SLF001
-        engine.optimizer._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     reference = gather(engine, states) if stage else look_up(engine, states)
     if rank < tp_size:
         name = f"reference_tp{rank}" if tp_size > 1 else "reference"

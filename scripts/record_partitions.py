@@ -8,7 +8,6 @@ other. The interop tests import this file, so a kind that is added here is both 
 on many more shapes.
 """
 
-# ruff: noqa: SLF001 - what is recorded are the private functions of the frameworks
 from __future__ import annotations
 
 import argparse
