@@ -87,6 +87,7 @@ class _Reader:
             self._frozen |= whole.frozen
         self._buffers = run.models[0].buffer_names
         self._has_optimizer = bool(run.zeros) or (whole is not None and whole.problem is None)
+        self._apart: dict[str, str] = {}
         self._aliases = self._find_aliases()
         self._scalars: dict[tuple[tuple[int, int], ...], dict[str, StateEntry]] = {}
 
@@ -275,9 +276,10 @@ class _Reader:
 
     def _layout(self, name: str) -> Layout:
         shapes = self._shapes(name)
-        layout = self._placements[0].layout(name, shapes)
+        known = self._apart.get(name, name)  # what is said of a tied weight is said of one name
+        layout = self._placements[0].layout(known, shapes)
         for placement, model in zip(self._placements[1:], self._run.all_models[1:], strict=True):
-            if placement is not self._placements[0] and placement.layout(name, shapes) != layout:
+            if placement is not self._placements[0] and placement.layout(known, shapes) != layout:
                 raise CorruptError(
                     f"is cut another way than {self._run.all_models[0].name} says",
                     where=f"{model.name}: tensor {name!r}",
@@ -309,7 +311,8 @@ class _Reader:
     def _find_aliases(self) -> dict[str, str]:
         """Other names of parameters: those that the run knew of, and those that share their bytes.
 
-        Only rank 0 knows of shared parameters, so its file speaks for all.
+        Only rank 0 knows of shared parameters, so its file speaks for all. A name that has bytes of
+        its own is no other name: what it holds may be something else by now.
         """
         models = self._run.models
         said = {alias: name for model in models for alias, name in model.aliases.items()}
@@ -323,6 +326,14 @@ class _Reader:
                     f"{alias if alias in self._trained else name!r} {problem}",
                     where=f"{models[0].root.where}: shared_params",
                 )
+        self._apart = {
+            alias: name
+            for alias, name in said.items()
+            if any(
+                model.weights.get(alias) not in (None, model.weights.get(name)) for model in models
+            )
+        }
+        said = {alias: name for alias, name in said.items() if alias not in self._apart}
         places = {
             tuple(model.weights.get(name) for model in models): name for name in self._trained
         }
