@@ -19,6 +19,7 @@ from restride.arrays.differences import Tolerance, can_compare
 from restride.arrays.fingerprint import SCRATCH_NBYTES, finish
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.fingerprints import fingerprints_from_json
+from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
 from restride.checkpoint.pairing import arrays_of, pair_arrays, tensors_by_name
 from restride.checkpoint.proofs import prove_catalog
 from restride.errors import BudgetError, ExecutionError, PlanError
@@ -237,7 +238,7 @@ def check_against(
 
     Args:
         path: As for `restride.open`.
-        file: What `restride fingerprint -o` wrote.
+        file: What `restride fingerprint -o` wrote, or the manifest of an output.
         budget_nbytes: Most memory for plan and buffers.
         observer: Receives progress.
 
@@ -250,7 +251,7 @@ def check_against(
             of fingerprints.
         BudgetError: The budget is too small for any buffer.
     """
-    expected = fingerprints_from_json(_content(file), where=str(file))
+    expected = _expected(file)
     catalog = open_catalog(path)
     broken = {finding.where for finding in prove_catalog(catalog) if finding.severity == "error"}
     by_name = tensors_by_name(catalog)
@@ -294,6 +295,13 @@ def _deviations(
     if more:
         message = f"arrays of which {file} has no fingerprint: {more}"
         yield Finding("note", "fingerprint-unknown", message, "", {"arrays": more})
+
+
+def _expected(file: str | PathLike[str]) -> Fingerprints:
+    content = _content(file)
+    if Path(file).name == MANIFEST_NAME:
+        return manifest_from_json(content, where=str(file)).tensors
+    return fingerprints_from_json(content, where=str(file))
 
 
 def _content(file: str | PathLike[str]) -> bytes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from restride.checkpoint.decisions import DEFAULT
 from restride.checkpoint.selection import COPIED
-from restride.errors import ExecutionError, FormatError, RestrideError, StoppedError
+from restride.errors import ExecutionError, ExistsError, FormatError, RestrideError, StoppedError
 from restride.executors.drift import DriftTable, drift_findings
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
 from restride.executors.identity import differs_from, job_digest
@@ -221,7 +221,7 @@ def _kept(place: Unfinished, total_nbytes: int) -> Iterator[None]:
     """Say how to go on after an error, and throw away what no later run could use."""
     try:
         yield
-    except (ExecutionError, FormatError, StoppedError) as error:
+    except (ExecutionError, ExistsError, FormatError, StoppedError) as error:
         if place.keeps and not place.is_published:
             error.remedy = f"{error.remedy}; " if error.remedy else ""
             error.remedy += _how_to_resume(place, total_nbytes)

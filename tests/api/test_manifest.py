@@ -74,6 +74,15 @@ def test_a_manifest_has_the_fingerprint_of_every_array_that_is_not_cut(output):
     }[output.name]
 
 
+def test_another_checkpoint_can_be_held_against_the_fingerprints_of_a_manifest(output):
+    same = run("check", SAMPLE, "--against", output / NAME)
+    other = output.parent / "other"
+    api.convert(SAMPLE, other, states="all", dtype="float16")
+
+    assert same.code == 0, same.out
+    assert run("check", other, "--against", output / NAME).code == 1
+
+
 def pairs(fingerprints):
     return {
         (n, state, digits) for n, states in fingerprints.items() for state, digits in states.items()

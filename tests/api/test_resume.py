@@ -19,7 +19,7 @@ from restride import api
 from restride.errors import CorruptError, ExecutionError, ExistsError, ReplicaError, StoppedError
 from restride.executors import blocks, manifests, resuming
 from restride.executors.events import NullObserver
-from restride.storage.journal import read_journal
+from restride.storage.journal import Journal, read_journal
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE, run
 
@@ -119,6 +119,50 @@ def test_force_starts_anew(tmp_path):
     assert not partial_folder(out).exists()
     api.convert(SAMPLE, tmp_path / "whole")
     assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_a_folder_that_appears_under_the_final_name_meanwhile_costs_nothing(tmp_path):
+    out = tmp_path / "out"
+
+    class Intrudes(NullObserver):
+        def on_step(self, _, /):
+            out.mkdir(exist_ok=True)
+            (out / "theirs").write_text("precious")
+
+    with pytest.raises(ExistsError, match=r"out: something appeared here meanwhile; .*--resume"):
+        api.convert(SAMPLE, out, observer=Intrudes())
+    assert tree(out) == {"theirs": b"precious"}
+
+    report = api.convert(SAMPLE, out, resume=True, force=True)
+
+    assert report.resumed_nbytes == report.written_nbytes
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"region": 0, "block": 0, "digests": ["zz" * 16], "nbytes": 5},
+        {"region": -1, "block": 0, "digests": ["0" * 32]},
+        {"region": 10**9, "block": 0, "digests": ["0" * 32]},
+        {"region": 0, "block": -1, "digests": ["0" * 32]},
+        {"region": 0, "block": 10**9, "digests": ["0" * 32]},
+        {"region": "0", "block": None, "digests": 3},
+        {"drift": {"tensor": "x"}},
+        {"drift": 3},
+        {"nbytes": "many"},
+        {},
+    ],
+)
+def test_a_record_that_means_nothing_is_not_believed(tmp_path, record):
+    out = tmp_path / "out"
+    stopped(SAMPLE, out, 3)
+    journal = Journal(partial_folder(out) / "journal")
+    journal.append([record])
+    journal.close()
+
+    api.convert(SAMPLE, out, resume=True)
+
+    assert api.check(out).verdict == "ok"
 
 
 def test_resuming_nothing_is_starting(tmp_path):

@@ -234,6 +234,12 @@ def test_a_place_where_nothing_can_be_written_is_an_error_that_names_it(tmp_path
     assert tree(tmp_path) == {"file": b""}
 
 
+def test_the_root_of_all_files_is_not_replaced() -> None:
+    for force in (False, True):
+        with pytest.raises(ExistsError, match="/: cannot be replaced"):
+            write(Path("/"), b"x", force=force)
+
+
 def test_a_long_name_is_no_obstacle(tmp_path: Path) -> None:
     write(tmp_path / ("n" * 255), b"new")
 

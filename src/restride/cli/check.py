@@ -28,7 +28,8 @@ __all__ = ["command", "show_report"]
 @click.option(
     "--against",
     metavar="FILE",
-    help="Compare with the fingerprints that restride fingerprint -o FILE has written.",
+    help="Compare with the fingerprints that restride fingerprint -o FILE has written, or with "
+    "those in the restride.json of a conversion.",
 )
 @memory_option
 @json_option

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from restride.executors.blocks import BLOCK_NBYTES, Block, BlockTable, block_count, block_nbytes
 from restride.executors.events import ReplicaDrift
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from restride.storage.unfinished import Unfinished
 
 __all__ = ["noted_drift", "take_up"]
+
+_DIGITS: Final = re.compile(r"[0-9a-f]{32}")
 
 
 def take_up(
@@ -85,10 +91,10 @@ def noted_drift(records: Iterable[Record]) -> dict[tuple[str, str, tuple[int, in
     """The last sum that was noted of each array and pair of ranks."""
     found = {}
     for record in records:
-        fields = record.get("drift")
-        if isinstance(fields, dict):
-            row = ReplicaDrift(**{**fields, "ranks": tuple(fields["ranks"])})
-            found[row.tensor, row.state, row.ranks] = row
+        if "drift" in record:
+            with suppress(msgspec.ValidationError):
+                row = msgspec.convert(record["drift"], ReplicaDrift)
+                found[row.tensor, row.state, row.ranks] = row
     return found
 
 
@@ -101,7 +107,7 @@ def _noted(records: Iterable[Record], regions: Sequence[RegionPlan]) -> Iterator
                     continue
                 numbers = range(block_count(regions[region].nbytes))
                 for number, digits in enumerate(digests, first):
-                    if number in numbers and isinstance(digits, str):
+                    if number in numbers and _DIGITS.fullmatch(str(digits)):
                         yield Block(region, number, int(digits, 16))
             case _:
                 pass

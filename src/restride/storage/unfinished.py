@@ -193,6 +193,8 @@ def unfinished_output(
     """
     # A symbolic link is followed: the rename must happen where the folder is.
     target = Path(os.path.realpath(final))
+    if not target.name:
+        raise ExistsError("cannot be replaced", where=str(target), remedy="name another output")
     place = Unfinished(partial_folder(target), target, force=force)
     kept = [Path(os.path.realpath(path)) for path in inputs]
     if not os.path.lexists(place.folder) and not (resume and purpose.is_written(target)):
