@@ -8,6 +8,7 @@ patterns. Both follow from the layouts. Without tensor parallelism it says nothi
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import RestrideError
@@ -47,70 +48,95 @@ def universal_info(
     Raises:
         UnsupportedError: A layout has no words in DeepSpeed's format.
     """
-    layouts = {f"^{re.escape(name)}$": (name, layout) for name, layout in parameters.items()}
-    dims = {pattern: _cut_dim(layout) for pattern, (_, layout) in layouts.items()}
-    parts = {
-        pattern: found
-        for pattern, (_, layout) in layouts.items()
-        if dims[pattern] is not None and (found := _sub_params(layout)) is not None
-    }
-    rows = {
-        pattern: layout.full_shape[0]
-        for pattern, (name, layout) in layouts.items()
-        if dims[pattern] == 0
-        and len(layout.full_shape) == _MATRIX
-        and any(part in name for part in _VOCABULARY_NAMES)
-    }
-    vocabulary = described.get(_VOCABULARY_SIZE) or next(iter(rows.values()), None)
+    cuts = {f"^{re.escape(name)}$": _Cut.of(name, cut) for name, cut in parameters.items()}
+    vocabulary = described.get(_VOCABULARY_SIZE)
+    if vocabulary is None:
+        sizes = (cut.layout.full_shape[0] for cut in cuts.values() if cut.is_vocabulary)
+        vocabulary = next(sizes, None)
+    parts = {pattern: cut for pattern, cut in cuts.items() if cut.sub_params is not None}
     info: dict[Value, Value] = {
-        _VERSION: _CURRENT_VERSION,
         **dict(described.items()),
-        ROW_PARALLEL: _listed(
-            pattern
-            for pattern, (_, layout) in layouts.items()
-            if dims[pattern] == 1 and len(layout.full_shape) == _MATRIX
-        ),
-        REPLICATED: _listed(pattern for pattern, dim in dims.items() if dim is None),
+        _VERSION: _CURRENT_VERSION,
+        ROW_PARALLEL: _listed(pattern for pattern, cut in cuts.items() if cut.is_by_column),
+        REPLICATED: _listed(pattern for pattern, cut in cuts.items() if cut.dim is None),
         # The peer cuts every one of these to the size of the vocabulary, whatever it is.
-        VOCABULARY: _listed(pattern for pattern, size in rows.items() if size == vocabulary),
-        "parameter_with_sub_params": [
-            {
-                "patterns": [pattern],
-                "shape": [
-                    tuple(sum(widths) for widths in found) if dim == dims[pattern] else size
-                    for dim, size in enumerate(layouts[pattern][1].full_shape)
-                ],
-                "partition_dim": dims[pattern],
-            }
-            for pattern, found in parts.items()
-        ],
+        VOCABULARY: _listed(
+            pattern
+            for pattern, cut in cuts.items()
+            if cut.is_vocabulary and cut.layout.full_shape[0] == vocabulary
+        ),
+        "parameter_with_sub_params": [cut.described(pattern) for pattern, cut in parts.items()],
         "autotp_unsupported_parameter_patterns": {},
     }
     if parts:
         info["sub_param_shard_widths"] = {
-            pattern: [list(widths) for widths in found] for pattern, found in parts.items()
+            pattern: [list(widths) for widths in cut.sub_params or ()]
+            for pattern, cut in parts.items()
         }
     if vocabulary is not None:
         info[_VOCABULARY_SIZE] = vocabulary
-    info["affine_map"] = {"version": MAP_VERSION, "params": _maps(layouts)}
+    info["affine_map"] = {"version": MAP_VERSION, "params": _maps(cuts, vocabulary)}
     return info
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How one parameter is cut, as the lists of patterns tell it.
+
+    Attributes:
+        name: The parameter.
+        layout: How it is cut.
+        dim: Dimension along which the shards are smaller than the tensor; None where none is.
+        sub_params: Widths of each part on each rank, where it is made of parts that are each cut.
+    """
+
+    name: str
+    layout: Layout
+    dim: int | None
+    sub_params: tuple[tuple[int, ...], ...] | None
+
+    @classmethod
+    def of(cls, name: str, layout: Layout) -> _Cut:
+        """Look at a layout."""
+        dim = _cut_dim(layout)
+        return cls(name, layout, dim, None if dim is None else _sub_params(layout))
+
+    @property
+    def is_by_column(self) -> bool:
+        """Whether it is a matrix whose columns are cut: what the field calls row-parallel."""
+        return self.dim == 1 and len(self.layout.full_shape) == _MATRIX
+
+    @property
+    def is_vocabulary(self) -> bool:
+        """Whether its rows are words: by its name, or because they are padded."""
+        is_named = any(part in self.name for part in _VOCABULARY_NAMES)
+        is_matrix = self.dim == 0 and len(self.layout.full_shape) == _MATRIX
+        return is_matrix and (is_named or bool(self.layout.padding))
+
+    def described(self, pattern: str) -> Value:
+        """The entry of a parameter with sub-parameters."""
+        shape: list[Value] = [*self.layout.full_shape]
+        if self.dim is not None:
+            shape[self.dim] = tuple(sum(widths) for widths in self.sub_params or ())
+        return {"patterns": [pattern], "shape": shape, "partition_dim": self.dim}
 
 
 def _listed(patterns: Iterable[str]) -> list[Value]:
     return [*sorted(patterns)]
 
 
-def _maps(layouts: Mapping[str, tuple[str, Layout]]) -> dict[Value, Value]:
+def _maps(cuts: Mapping[str, _Cut], vocabulary: Value) -> dict[Value, Value]:
     known: dict[Layout, dict[str, object]] = {}
     maps: dict[Value, Value] = {}
-    for pattern, (name, layout) in layouts.items():
-        if layout.padding:  # a padded vocabulary is described by its size
-            continue
+    for pattern, cut in cuts.items():
+        layout = cut.layout
+        if cut.is_vocabulary and layout.padding and layout.full_shape[0] == vocabulary:
+            continue  # a padded vocabulary is described by its size
         if layout not in known:
             try:
                 known[layout] = to_affine_map(layout, most_boxes=_MOST_BOXES)
             except RestrideError as error:
-                raise error.located(f"parameter {name!r}") from None
+                raise error.located(f"parameter {cut.name!r}") from None
         maps[pattern] = known[layout]  # type: ignore[assignment]  # plain lists, dicts and numbers
     return maps
 
@@ -124,11 +150,11 @@ def _cut_dim(layout: Layout) -> int | None:
     return None
 
 
-def _sub_params(layout: Layout) -> list[tuple[int, ...]] | None:
+def _sub_params(layout: Layout) -> tuple[tuple[int, ...], ...] | None:
     """Widths of each part on each rank, where a parameter is made of parts that are each cut."""
     cut = read_row_cut(layout, find_mesh_axis(layout.mesh, None))
     segments = read_segments(cut) if cut is not None else None
     if segments is None or len(segments) == 1:
         return None
-    widths = [tuple(widths) for _, widths in segments if widths is not None]
+    widths = tuple(tuple(widths) for _, widths in segments if widths is not None)
     return widths if len(widths) == len(segments) else None
