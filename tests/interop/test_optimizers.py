@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from restride import api
+from restride.testing.documents import tables_of
 from restride.testing.gather import gather_all
 
 torch = pytest.importorskip("torch")
@@ -28,20 +29,8 @@ ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "data" / "deepspeed_optimizers"
 # Moments by optimizer, and what it counts once for all parameters of a group.
 NAMES = {
-    "sgd": ((), ()),
-    "momentum": (("momentum_buffer",), ()),
-    "adam": (("exp_avg", "exp_avg_sq"), ("step",)),
-    "adamw": (("exp_avg", "exp_avg_sq"), ("step",)),
-    "adamw_amsgrad": (("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ("step",)),
-    "adagrad": (("sum",), ("step",)),
-    "adadelta": (("square_avg", "acc_delta"), ("step",)),
-    "adamax": (("exp_avg", "exp_inf"), ("step",)),
-    "nadam": (("exp_avg", "exp_avg_sq"), ("step", "mu_product")),
-    "radam": (("exp_avg", "exp_avg_sq"), ("step",)),
-    "rmsprop": (("square_avg", "momentum_buffer", "grad_avg"), ("step",)),
-    "rprop": (("prev", "step_size"), ("step",)),
-    "asgd": (("ax",), ("step", "eta", "mu")),
-    "lion": (("exp_avg",), ()),
+    name.strip("`"): (arrays.split(", ") if arrays else [], scalars.split(", ") if scalars else [])
+    for name, arrays, scalars in tables_of(ROOT / "docs" / "formats.md")[2]
 }
 MUON = {True: {"momentum_buffer"}, False: {"exp_avg", "exp_avg_sq"}}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Block", "blocks_of", "links_of", "matches", "sessions_of"]
+__all__ = ["Block", "blocks_of", "links_of", "matches", "sessions_of", "tables_of"]
 
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TIMES = re.compile(r"\d+(\.\d+)? (s|min|h)\b( \d+ (s|min)\b)?")
@@ -42,6 +42,17 @@ def sessions_of(page: Path) -> list[tuple[str, str]]:
 def links_of(page: Path) -> list[str]:
     """Files that a page links to, as it names them."""
     return re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8"))
+
+
+def tables_of(page: Path) -> list[list[list[str]]]:
+    """Rows of each table of a page, without the head; a row is its cells."""
+    tables: list[list[list[str]]] = [[]]
+    for line in page.read_text("utf-8").splitlines():
+        if line.startswith("|"):
+            tables[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        elif tables[-1]:
+            tables.append([])
+    return [table[2:] for table in tables if table]
 
 
 def matches(shown: str, written: str) -> bool:

@@ -136,11 +136,10 @@ def _require_cut(catalog: Catalog, training: Training, target: DeepSpeedTarget) 
 
 def _require_module(catalog: Catalog) -> None:
     """Layers of a pipeline are no modules of a model: no engine would find their names."""
-    stages = dict(catalog.mesh.axes).get("pp", 1)
-    if stages > 1 or any(is_layer_file(file.name) for file in catalog.files):
+    is_staged = "pp" in dict(catalog.mesh.axes)
+    if is_staged or any(is_layer_file(file.name) for file in catalog.files):
         raise UnsupportedError(
-            f"is of a pipeline of {stages} stages, and its sharded form has a file for each layer, "
-            "which cannot be written",
+            "is of a pipeline: its sharded form has a file for each layer, which cannot be written",
             where=catalog.root,
             remedy="convert with --to universal, from which pipelines of any stages resume",
         )
