@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from restride.checkpoint.values import OrderedDictValue
-from restride.errors import FormatError, ReplicaError
+from restride.errors import FormatError, ReplicaError, UnsupportedError
 from restride.formats.deepspeed._sub_groups import DEFAULT_SUB_GROUP_NUMEL, sub_groups
 from restride.formats.deepspeed.reader import read_catalog
 from restride.formats.deepspeed.target import DeepSpeedTarget
@@ -362,6 +362,31 @@ def test_the_configuration_says_how_long_a_sub_group_is(
     assert all(own["step"].shape == () for own in state["optimizer_state_dict"]["state"].values())
     expected, found = gather_all(source), gather_all(read_catalog(tmp_path / "out"))
     assert all(np.array_equal(found[key], expected[key]) for key in found)
+
+
+def test_sub_groups_of_a_group_that_have_taken_other_steps_are_refused(tmp_path: Path) -> None:
+    """Optimizers on the CPU count in plain integers, one for each sub-group."""
+    run = ZeroRun(1, 1, {name: numbered((3,), 100) for name in ("a", "b")})
+    write_partitioned_run(tmp_path / "source", run, sub_group_length=1)
+
+    def count(value, steps):
+        states = value["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+        for number, step in enumerate(steps):
+            states[number]["step"] = step
+
+    file = tmp_path / "source" / "step" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    edit_file(file, lambda value: count(value, [7, 7]))
+    written(read_catalog(tmp_path / "source"), DeepSpeedTarget(1, 2, 3), tmp_path / "out")
+    (own,) = (
+        open_torch_zip(path).value["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+        for path in (tmp_path / "out" / "step").glob("*_rank_1_*_optim_states.pt")
+    )
+    assert own[0]["step"] == 7
+
+    edit_file(file, lambda value: count(value, [7, 8]))
+
+    with pytest.raises(UnsupportedError, match=r"is 8, .* of the same parameter group is 7"):
+        read_training(read_catalog(tmp_path / "source"))
 
 
 def test_without_a_word_of_it_a_sub_group_has_as_many_elements_as_the_engine_gives_it() -> None:

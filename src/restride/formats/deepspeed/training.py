@@ -178,8 +178,18 @@ def _names(run: Run, zero: ZeroFile, model: ModelFile) -> list[list[str]]:
 
 
 def _numbers(parts: Sequence[Group]) -> dict[str, Value]:
-    """States that are no arrays; sub-groups of one group share them."""
-    return {key: entry.value for part in parts for key, entry in part.others.items()}
+    """States that are no arrays; sub-groups of one group have them in common."""
+    found: dict[str, Field] = {}
+    for part in parts:
+        for key, entry in part.others.items():
+            first = found.setdefault(key, entry)
+            if type(entry.value) in {int, float} and entry.value != first.value:
+                raise UnsupportedError(
+                    f"is {entry.value}, {first.where} of the same parameter group is {first.value}",
+                    where=entry.where,
+                    remedy="convert a checkpoint whose parameters were all trained alike",
+                )
+    return {key: entry.value for key, entry in found.items()}
 
 
 def _rank(model: ModelFile) -> ModelRank:
