@@ -222,12 +222,13 @@ def _findings(
         mesh = next(t for t in catalog.tensors if t.name == name).states["fp32"].layout.mesh
         rank, _ = _holder(region, difference.first_index)
         at = ", ".join(f"{axis} rank {place}" for axis, place in mesh.coordinates(rank).items())
+        holder = f" ({at})" if at else ""
         others = f", and {len(numbers) - 1} tensors more" if numbers[1:] else ""
         master, weight = difference.first_values
         files = [catalog.files[file].name for file in (master_file, weight_file)]
         message = (
-            f"tensor {name!r}: its weights in {files[1]} are not its master copies in {files[0]} "
-            f"({at}), rounded to {region.target_dtype}: element {difference.first_index} is "
+            f"tensor {name!r}: its weights in {files[1]} are not its master copies in {files[0]}"
+            f"{holder}, rounded to {region.target_dtype}: element {difference.first_index} is "
             f"{weight:.6g}, the master copy gives {master:.6g}{others}; the files are of different "
             "saves"
         )

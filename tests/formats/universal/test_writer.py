@@ -22,7 +22,7 @@ from restride.storage.torch_zip import open_torch_zip
 from restride.testing.command_line import run
 from restride.testing.gather import gather
 from restride.testing.mutations import damaged_pickles
-from restride.testing.saved_values import Array, edit_file
+from restride.testing.saved_values import Array, edit_file, save_file
 from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
 
 ADAM = ("weight", "fp32", "exp_avg", "exp_avg_sq")
@@ -251,6 +251,34 @@ def test_a_frozen_weight_is_whole_and_widened(tmp_path):
     assert set(content) == {"param"}
     assert array(content["param"]).dtype == np.float32
     assert np.array_equal(array(content["param"]), halves.astype(np.float32))
+    # The peer writes the first shard there; the model files have all of it.
+    save_file(
+        top / "zero" / "base.weight" / "fp32.pt",
+        {"param": Array("float32", (1, 4), halves[0].astype(np.float32).tobytes())},
+    )
+    (tensor,) = (t for t in api.open(top).tensors if t.name == "base.weight")
+    assert tensor.is_frozen
+    assert list(tensor.states) == ["weight"]
+    assert gather(api.open(top), tensor.states["weight"]).tobytes() == halves.tobytes()
+
+
+def test_a_second_embedding_is_not_cut_to_the_size_of_the_first(tmp_path):
+    positions = parameter(30_000, (10, 4), (0, (6, 4)))
+    source = written(tmp_path / "in", {**PARAMETERS, "embed.positions": positions})
+    for tp in range(2):
+        edit_file(
+            source / MODEL_FILE.format(tp),
+            lambda value: value["universal_checkpoint_info"].update(
+                vocabulary_parameter_patterns=[r"^embed\.weight$", r"^embed\.positions$"],
+                original_vocab_size=6,
+            ),
+        )
+
+    top = converted(source, tmp_path / "out")
+
+    whole = array(value_of(top / "zero" / "embed.positions" / "fp32.pt")["param"])
+    assert np.array_equal(whole, positions.states["fp32"])
+    assert marks_of(top, "embed.positions") == {"vocab_tensor": True}
 
 
 def marks_of(top, name, state="fp32"):

@@ -23,7 +23,8 @@ from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.selection import Selected
-from restride.errors import CorruptError, UnsupportedError
+from restride.checkpoint.soundness import require_sound
+from restride.errors import UnsupportedError
 from restride.formats.deepspeed._run import open_run
 from restride.formats.deepspeed._write_findings import rank_findings
 from restride.formats.deepspeed._writing import keyed
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.selection import Export
     from restride.checkpoint.training import ParameterGroup, Training
     from restride.checkpoint.values import Value
+    from restride.formats.deepspeed._run import Run
     from restride.formats.deepspeed.companions import Companions
 
 __all__ = ["lay_out"]
@@ -87,13 +89,7 @@ def lay_out(catalog: Catalog, training: Training, *, is_partitioned: bool) -> Ex
     Cost:
         O(tensors * states).
     """
-    for finding in catalog.findings:
-        if finding.severity == "error":
-            raise CorruptError(
-                f"the checkpoint is not whole: {finding.message}",
-                where=catalog.root,
-                remedy="`restride check` lists everything that is missing",
-            )
+    require_sound(catalog.findings, only_weights=False)
     root = Path(catalog.root)
     is_universal = catalog.format.startswith(FORMAT)
     run = open_run(root / find_folder(root) if is_universal else root)
@@ -124,22 +120,29 @@ def lay_out(catalog: Catalog, training: Training, *, is_partitioned: bool) -> Ex
                 f"in {OPTIMIZER_STATE}, for a conversion with --to deepspeed"
             )
             writer.findings.append(Finding("warning", "not-loaded", message))
+    copies = ModelCopies(run, catalog, training, companions.experts)
+    copies.write(writer.output, top, is_partitioned=is_partitioned)
+    writer.findings.extend(_findings(run, catalog, training, is_partitioned=is_partitioned))
+    writer.output.add_file(LATEST, top.encode())
+    return writer.output.finish(tuple(writer.findings))
+
+
+def _findings(
+    run: Run, catalog: Catalog, training: Training, *, is_partitioned: bool
+) -> Iterator[Finding]:
+    """Tell of what the folder does not have, and of what an engine does not take from it."""
     if not all(group.settings for group in training.groups):
         message = (
             "the checkpoint has no hyperparameters (elastic_checkpoint leaves them out): an engine "
             "that loads the folder keeps those of its own configuration"
         )
-        writer.findings.append(Finding("warning", "no-settings", message))
-    copies = ModelCopies(run, catalog, training, companions.experts)
-    copies.write(writer.output, top, is_partitioned=is_partitioned)
+        yield Finding("warning", "no-settings", message)
     if run.is_partitioned and not is_partitioned:
-        writer.findings.extend(rank_findings(training, range(run.tp_size)))
+        yield from rank_findings(training, range(run.tp_size))
     if not is_partitioned and any(g.settings.get("use_muon") is True for g in training.groups):
-        writer.findings.append(Finding("warning", "not-loaded", _MUON))
+        yield Finding("warning", "not-loaded", _MUON)
     if run.is_of_pipeline:
-        writer.findings.extend(_lost_buffers(catalog))
-    writer.output.add_file(LATEST, top.encode())
-    return writer.output.finish(tuple(writer.findings))
+        yield from _lost_buffers(catalog)
 
 
 def _lost_buffers(catalog: Catalog) -> Iterator[Finding]:
