@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +27,6 @@ from restride.testing.gather import gather_all
 from restride.testing.saved_values import Array, edit_file
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.selection import Export
 
@@ -85,12 +84,25 @@ def test_there_and_back_the_files_hold_what_they_held(shared: Path, tmp_path: Pa
     export = convert(tmp_path / "further", tmp_path / "back", 2, 1, 2)
 
     assert not export.findings
+    require_same_files(tmp_path / "back", source)
+
+
+# Four data-parallel ranks with two expert-parallel ones; in one of them neighbours share experts.
+@pytest.mark.parametrize("name", ["experts_z1", "experts_z3", "experts_data_first_z1"])
+def test_recorded_files_hold_what_they_held(name: str, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2] / "data" / "deepspeed" / name
+
+    convert(root, tmp_path / "out", 4, 3 if name.endswith("z3") else 1, 2)
+
+    require_same_files(tmp_path / "out", root)
+
+
+def require_same_files(out: Path, source: Path) -> None:
     names = sorted(path.name for path in (source / "step").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "back" / "step").iterdir())
+    assert names == sorted(path.name for path in (out / "step").iterdir())
     for name in names:
         found, expected = (
-            with_plain_shapes(file_content(folder / "step" / name))
-            for folder in (tmp_path / "back", source)
+            with_plain_shapes(file_content(folder / "step" / name)) for folder in (out, source)
         )
         assert found == expected, name
 
