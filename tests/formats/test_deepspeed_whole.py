@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import restride
 from restride import api
 from restride.cli import main
-from restride.errors import CorruptError, FormatError
+from restride.errors import CorruptError, FormatError, UnsupportedError
 from restride.formats.deepspeed import read_catalog
 from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
 from restride.testing.gather import gather, gather_all
@@ -366,7 +367,7 @@ def of_base(change):
         (
             of_base(lambda base: base["state"][0].pop("exp_avg")),
             CorruptError,
-            "tp rank 0 has no state 'exp_avg', its weight has shape (3, 3)",
+            "rank 0 has no state 'exp_avg', its weight has shape (3, 3)",
         ),
         (lambda root: root.update(optimizer=None), CorruptError, "has the optimizer's state in it"),
     ],
@@ -436,6 +437,87 @@ def test_large_and_transposed_tensors_are_recognised_by_some_of_their_elements(t
     edit_file(file_of(tmp_path / "run"), transpose)
 
     holds(read_catalog(tmp_path / "run"), run)
+
+
+# --- experts -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def experts(tmp_path) -> Path:
+    """Mixtral with two experts on each of two expert-parallel ranks, without ZeRO."""
+    return Path(shutil.copytree(RECORDED / "experts_z0", tmp_path / "experts"))
+
+
+def test_experts_have_their_states_in_the_file_of_their_rank(experts):
+    """The router is numbered last and saved under two names; nothing is in the model's order."""
+    catalog = read_catalog(experts)
+    found = gather_all(catalog)
+
+    assert kinds_of(catalog) == [("note", "untracked")]  # the second name of the router
+    for tensor in catalog.tensors:
+        if tensor.is_frozen:
+            continue
+        states = {"weight", "fp32", "exp_avg", "exp_avg_sq", "step"}
+        assert set(tensor.states) == states, tensor.name
+        masters = found[f"{tensor.name}/fp32"].view(np.uint32)[..., 0].astype(np.uint64)
+        nearest = (masters + 0x7FFF + ((masters >> 16) & 1)) >> 16
+        weights = found[f"{tensor.name}/weight"].view(np.uint16)[..., 0]
+        assert np.array_equal(nearest, weights), tensor.name
+    stack = catalog.tensors[-1]
+    assert stack.name.endswith("experts.w3")
+    layout = stack.states["exp_avg"].layout
+    assert [layout.shard_shape(rank) for rank in range(2)] == [(2, 8, 8)] * 2
+    groups = catalog.values["optimizer"]["param_groups"]
+    assert [name.rsplit(".", 1)[1] for name in groups[1]["params"]] == ["w1", "w2", "w3"]
+
+
+def test_moments_of_experts_are_those_of_the_same_training_with_zero_1(experts):
+    states = [gather_all(read_catalog(path)) for path in (experts, RECORDED / "experts_z1")]
+    names = [name for name in states[0] if "experts.w" in name and name.endswith("/exp_avg")]
+    own, other = (
+        {name: found[name].view(np.float32).ravel() for name in names} for found in states
+    )
+
+    assert len(names) == 3
+    for name in names:
+        angles = {known: cosine(own[name], other[known]) for known in names}
+        assert max(angles, key=angles.__getitem__) == name
+        assert angles[name] > 0.8
+
+
+def test_a_missing_file_of_an_expert_rank_leaves_the_states_out(experts):
+    (experts / "step" / "expp_rank_1_mp_rank_00_optim_states.pt").unlink()
+
+    catalog = read_catalog(experts)
+
+    assert ("error", "missing-file") in kinds_of(catalog)
+    assert "expp_rank_1_mp_rank_00" in message_of(catalog, "missing-file")
+    assert {state for tensor in catalog.tensors for state in tensor.states} == {"weight"}
+    assert len(catalog.tensors) == 14
+
+
+def test_files_of_more_expert_ranks_than_there_are_are_left_out(experts):
+    name = "expp_rank_{}_mp_rank_00_optim_states.pt"
+    shutil.copy(experts / "step" / name.format(1), experts / "step" / name.format(2))
+
+    assert ("warning", "stale-file") in kinds_of(read_catalog(experts))
+
+
+def test_optimizers_of_experts_with_and_without_zero_are_of_two_saves(experts):
+    for file in (RECORDED / "experts_z1" / "step").glob("*zero_pp_rank*"):
+        shutil.copy(file, experts / "step")
+
+    with pytest.raises(CorruptError, match="put only the files of one save"):
+        read_catalog(experts)
+
+
+def test_experts_that_nothing_describes_are_refused(tmp_path):
+    written(tmp_path / "run", {"a": parameter((3, 3), 1)}, "unfused")
+    name = "expp_rank_0_mp_rank_00_optim_states.pt"
+    shutil.copy(RECORDED / "experts_z0" / "step" / name, tmp_path / "run" / "step")
+
+    with pytest.raises(UnsupportedError, match="no ds_autoep_layers"):
+        read_catalog(tmp_path / "run")
 
 
 # --- the real engine's files -------------------------------------------------------------

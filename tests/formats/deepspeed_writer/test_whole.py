@@ -323,7 +323,7 @@ def test_steps_that_differ_in_a_group_stay_what_they_are_without_zero(tmp_path: 
 def test_groups_that_do_not_fit_a_flat_buffer_are_refused() -> None:
     source = read_catalog(_RECORDED / "numbered_flat_z0")
     training = read_training(source)
-    group = ParameterGroup(("embed.weight", "positions"), {}, {})
+    group = ParameterGroup(("embed.weight", "positions"), {"lr": 0.1}, {})
 
     with pytest.raises(UnsupportedError, match="float32"):
         _export(source, 1, 1, 0, replace(training, groups=(group,)))

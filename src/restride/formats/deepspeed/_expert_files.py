@@ -65,6 +65,10 @@ class ExpertFiles:
                 else:
                     self.extras.setdefault(content.where, {})[key] = entry
 
+    def weight(self, name: str) -> StoredTensor | None:
+        """Return the weight of one expert, such as ``...experts.w1.7``, or None."""
+        return self._weights.get(name)
+
     def weights(self, expert: ExpertParameter) -> list[StoredTensor] | None:
         """Return the weight of each expert in order, or None where some are missing."""
         names = [f"{expert.name}.{number}" for number in range(expert.expert_count)]

@@ -40,6 +40,7 @@ _OPTIMIZER: Final = re.compile(
     r"(bf16_|fp16_|)zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_?optim_states\.pt"
 )
 _EXPERT: Final = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
+_EXPERT_OPTIMIZER: Final = re.compile(r"expp_rank_(\d{1,6})_mp_rank_0{1,6}_optim_states\.pt")
 _LAYER: Final = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
 _OTHER_LAYOUTS: Final = (
     (
@@ -47,7 +48,10 @@ _OTHER_LAYOUTS: Final = (
         "pipeline layers of ranks with axes of their own",
     ),
     (re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt"), "experts of an old DeepSpeed"),
-    (re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt"), "expert optimizers without ZeRO"),
+    (
+        re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt"),
+        "expert optimizers of several tensor-parallel ranks",
+    ),
 )
 _LATEST: Final = "latest"
 _Rank = TypeVar("_Rank", int, tuple[int, int])
@@ -101,6 +105,7 @@ class TagFolder:
         partitioned: Model files of ZeRO-3 by (data-parallel, model-parallel) rank.
         optimizers: Optimizer files in the order of their names.
         experts: Expert files in the order of their names.
+        expert_optimizers: Optimizer files of expert-parallel ranks, without ZeRO.
         layers: Files of pipeline layers in the order of their names.
         unknown: Other ``.pt`` files.
     """
@@ -111,6 +116,7 @@ class TagFolder:
     partitioned: dict[tuple[int, int], str] = field(default_factory=dict)
     optimizers: list[OptimizerFile] = field(default_factory=list)
     experts: list[ExpertFile] = field(default_factory=list)
+    expert_optimizers: dict[int, str] = field(default_factory=dict)
     layers: list[LayerFile] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
@@ -168,16 +174,27 @@ def list_files(path: Path, below: str) -> TagFolder:
     folder = TagFolder(path, below)
     for name in _names(path):
         if match := _MODEL.fullmatch(name):
-            _add(folder.models, int(match[1]), name, f"mp rank {int(match[1])}", path)
+            _add(
+                folder.models, int(match[1]), name, f"model files of mp rank {int(match[1])}", path
+            )
         elif match := _ZERO3_MODEL.fullmatch(name):
             dp, mp = int(match[1]), int(match[2])
-            _add(folder.partitioned, (dp, mp), name, f"dp rank {dp}, mp rank {mp}", path)
+            _add(
+                folder.partitioned,
+                (dp, mp),
+                name,
+                f"model files of dp rank {dp}, mp rank {mp}",
+                path,
+            )
         elif match := _OPTIMIZER.fullmatch(name):
             folder.optimizers.append(
                 OptimizerFile(name, match[1], dp=int(match[2]), mp=int(match[3]))
             )
         elif match := _EXPERT.fullmatch(name):
             folder.experts.append(ExpertFile(name, int(match[1]), int(match[2]), tp=int(match[3])))
+        elif match := _EXPERT_OPTIMIZER.fullmatch(name):
+            rank = int(match[1])
+            _add(folder.expert_optimizers, rank, name, f"optimizer files of ep rank {rank}", path)
         elif match := _LAYER.fullmatch(name):
             folder.layers.append(LayerFile(name, int(match[1]), tp=int(match[2] or 0)))
         elif name.endswith(".pt"):
@@ -193,11 +210,9 @@ def list_files(path: Path, below: str) -> TagFolder:
     return folder
 
 
-def _add(known: dict[_Rank, str], rank: _Rank, name: str, rank_name: str, path: Path) -> None:
+def _add(known: dict[_Rank, str], rank: _Rank, name: str, what: str, path: Path) -> None:
     if known.setdefault(rank, name) != name:
-        raise CorruptError(
-            f"has two model files of {rank_name}: {known[rank]} and {name}", where=str(path)
-        )
+        raise CorruptError(f"has two {what}: {known[rank]} and {name}", where=str(path))
 
 
 def _refuse_other(path: Path, name: str) -> None:
@@ -206,8 +221,7 @@ def _refuse_other(path: Path, name: str) -> None:
             raise UnsupportedError(
                 f"has {what}: {name}",
                 where=str(path),
-                remedy="checkpoints of one stage with tensor, data and AutoEP expert parallelism "
-                "can be read",
+                remedy="checkpoints of a PipelineModule, with AutoTP and with AutoEP can be read",
             )
 
 

@@ -64,7 +64,7 @@ def read_values(
         ]
         optimizers += [
             (
-                f"{rank.model.name}: optimizer",
+                rank.file.where,
                 _entries(runs[0], pool, _whole_fields(rank), members=_members(whole, rank)),
             )
             for whole in wholes

@@ -91,7 +91,7 @@ def whole_states(
             if shard is None or shard.shape != shape:
                 has = "no state" if shard is None else f"shape {shard.shape} in state"
                 raise CorruptError(
-                    f"tp rank {rank} has {has} {name!r}, its weight has shape {shape}", where=where
+                    f"rank {rank} has {has} {name!r}, its weight has shape {shape}", where=where
                 )
             shards.append(shard)
         states[name] = stored_state(scaled_state(layout, name, where), shards, files, where)

@@ -94,7 +94,8 @@ class _Reader:
     def read(self) -> Iterator[TensorEntry]:
         """Yield the tensors, each once and under its first name."""
         first = self._run.models[0]
-        for name in dict.fromkeys([*first.dtypes, *first.weights, *self._trained]):
+        experts = () if self._run.is_partitioned else self._experts
+        for name in dict.fromkeys([*first.dtypes, *first.weights, *self._trained, *experts]):
             if name in self._experts:
                 yield self._expert(self._experts[name])
             elif name in self._buffers:
@@ -255,13 +256,16 @@ class _Reader:
         return states | self._group_states(name)
 
     def _whole_states(self, whole: Whole, name: str, layout: Layout) -> dict[str, StateEntry]:
-        """States that each tensor-parallel rank stores of its whole shard."""
-        owned = {tp: rank.owned[name] for tp, rank in enumerate(whole.ranks) if name in rank.owned}
+        """States that each tensor-parallel or expert-parallel rank stores of its whole shard."""
+        owned = {n: rank.owned[name] for n, rank in enumerate(whole.ranks) if name in rank.owned}
+        if layout.rank_count != whole.mesh.size:  # dense parameters beside experts
+            layout = replicated(layout.full_shape, mesh=whole.mesh)
         files, where = self._run.files, f"tensor {name!r}"
-        arrays = {tp: own.arrays for tp, own in owned.items()}
-        scalars = {tp: own.scalars for tp, own in owned.items()}
-        return whole_states(layout, arrays, self._shapes(name), files, where) | group_states(
-            scalars, self._tp_mesh, files, where
+        arrays = {rank: own.arrays for rank, own in owned.items()}
+        scalars = {rank: own.scalars for rank, own in owned.items()}
+        shapes = [layout.shard_shape(rank) for rank in range(layout.rank_count)]
+        return whole_states(layout, arrays, shapes, files, where) | group_states(
+            scalars, whole.mesh, files, where
         )
 
     def _group_states(self, name: str) -> dict[str, StateEntry]:

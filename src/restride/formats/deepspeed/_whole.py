@@ -1,6 +1,7 @@
 """ZeRO-0: the optimizer's states of every parameter, from inside the model files.
 
-Each tensor-parallel rank saves the states of its own shards, whole. What is numbered in a file gets
+Each tensor-parallel rank saves the states of its own shards, whole; with experts, each
+expert-parallel rank does so in a file beside (`_whole_experts`). What is numbered in a file gets
 its name in `_numbering`, for each rank by itself, and the ranks have to agree. Where that cannot be
 proved the states are left out, with an error among the findings that says why; the weights, which
 have names, are there in any case.
@@ -12,10 +13,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Final
 
+from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError
 from restride.formats.deepspeed._numbering import Candidate, Slot, Unmatched, match
+from restride.formats.deepspeed._whole_experts import open_optimizers
 from restride.formats.deepspeed._whole_file import read_whole_file, sort_states
 from restride.formats.deepspeed._whole_flat import find_places, view_of
 from restride.formats.deepspeed._witness import Witness
@@ -24,11 +27,13 @@ from restride.storage.ranges import FilePool
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
+    from restride.algebra.layout import Shape
     from restride.checkpoint.dtypes import DType
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._numbering import Matched
     from restride.formats.deepspeed._run import Run
+    from restride.formats.deepspeed._whole_experts import ExpertRanks
     from restride.formats.deepspeed._whole_file import Numbered, WholeFile
 
 __all__ = ["Owned", "Whole", "WholeRank", "read_whole"]
@@ -58,7 +63,7 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class WholeRank:
-    """The optimizer's state of one tensor-parallel rank.
+    """The optimizer's state of one tensor-parallel or expert-parallel rank.
 
     Attributes:
         model: The model file.
@@ -83,13 +88,15 @@ class Whole:
     """The optimizer's states of a ZeRO-0 checkpoint.
 
     Attributes:
-        ranks: One for each tensor-parallel rank.
+        ranks: One for each rank of `mesh`.
+        mesh: The tensor-parallel ranks, or the expert-parallel ones.
         members: Trained parameters of each group over all ranks, in the optimizer's order.
         aliases: Second names of tied weights.
         problem: Why the states have no names and are left out; None where they have.
     """
 
     ranks: tuple[WholeRank, ...]
+    mesh: Mesh
     members: tuple[tuple[str, ...], ...]
     aliases: Mapping[str, str]
     problem: str | None = None
@@ -117,14 +124,44 @@ class _Found:
     by_order: frozenset[str] = frozenset()
 
 
-def read_whole(run: Run) -> Whole | None:
-    """Read the optimizer's states that the model files of a run hold.
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A parameter as a model has it: one tensor, or the experts of a stack."""
+
+    parts: tuple[StoredTensor, ...]
+    is_stack: bool = False
+
+    @property
+    def dtype(self) -> DType:
+        return self.parts[0].storage.dtype
+
+    @property
+    def shape(self) -> Shape:
+        own = self.parts[0].shape
+        return (len(self.parts), *own) if self.is_stack else own
+
+    def token(self, witness: Witness) -> Hashable:
+        return witness.stacked_token(self.parts) if self.is_stack else witness.token(self.parts[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What one rank saved: its weights by name, and its optimizer."""
+
+    model: ModelFile
+    file: WholeFile
+    weights: Mapping[str, _Weight]
+
+
+def read_whole(run: Run, experts: ExpertRanks | None = None) -> Whole | None:
+    """Read the optimizer's states that a run without ZeRO saved.
 
     Args:
         run: The files. Findings are added to it.
+        experts: What is known of its experts.
 
     Returns:
-        The states; None where no model file holds any.
+        The states; None where no file holds any.
 
     Raises:
         FormatError: They are none, or a part of them has another type than it must have.
@@ -134,38 +171,74 @@ def read_whole(run: Run) -> Whole | None:
     Cost:
         Some thousand elements of each master weight and each weight are read.
     """
-    states = [model.optimizer for model in run.models]
-    if all(state is None for state in states):
-        return None
-    files = [
-        _read(model, state, run.models[0]) for model, state in zip(run.models, states, strict=True)
-    ]
-    if run.is_of_pipeline:
-        return _unmatched(run, files, {}, _TIED)
     aliases = _aliases(run.models)
+    mesh, sources = _sources(run, experts, aliases)
+    if not sources:
+        return None
+    if run.is_of_pipeline:
+        return _unmatched(run, mesh, sources, {}, _TIED)
     ranks: list[WholeRank] = []
     by_order: set[str] = set()
     with FilePool() as pool:
         witness = Witness(pool)
-        for model, file in zip(run.models, files, strict=True):
-            found = _assign(model, file, aliases, witness)
+        for source in sources:
+            found = _assign(source, experts, witness)
             if isinstance(found, Unmatched):
-                return _unmatched(run, files, aliases, f"{file.where}: {found.reason}")
+                problem = f"{source.file.where}: {found.reason}"
+                return _unmatched(run, mesh, sources, aliases, problem)
             by_order |= found.by_order
             ranks.append(
                 WholeRank(
-                    model,
-                    file,
+                    source.model,
+                    source.file,
                     found.owned,
                     tuple(found.members),
                     frozenset(found.idle),
                     tuple(found.listed),
                 )
             )
-    whole = Whole(tuple(ranks), _joined(ranks), aliases)
+    whole = Whole(tuple(ranks), mesh, _joined(ranks), aliases)
     run.findings.extend(_told_by_order(whole, by_order))
     run.findings.extend(_uncut(whole))
     return whole
+
+
+def _sources(
+    run: Run, experts: ExpertRanks | None, aliases: Mapping[str, str]
+) -> tuple[Mesh, list[_Source]]:
+    """What each rank saved; nothing where that was no optimizer."""
+    if experts is not None and run.folder.expert_optimizers:
+        mesh = Mesh((("ep", experts.count),))
+        model = run.models[0]
+        states = open_optimizers(run, experts) or ()
+        return mesh, [
+            _source(model, read_whole_file(state), aliases, experts.stacks(rank))
+            for rank, state in enumerate(states)
+        ]
+    mesh = Mesh((("tp", run.tp_size),))
+    if all(model.optimizer is None for model in run.models):
+        return mesh, []
+    first = run.models[0]
+    return mesh, [
+        _source(model, _read(model, model.optimizer, first), aliases, {}) for model in run.models
+    ]
+
+
+def _source(
+    model: ModelFile,
+    file: WholeFile,
+    aliases: Mapping[str, str],
+    stacks: Mapping[str, tuple[StoredTensor, ...]],
+) -> _Source:
+    weights = {
+        name: _Weight((tensor,))
+        for name, tensor in model.weights.items()
+        if name not in model.buffer_names and name not in aliases
+    }
+    weights |= {name: _Weight(parts, is_stack=True) for name, parts in stacks.items()}
+    if file.kind != "bare":
+        weights = {name: own for name, own in weights.items() if own.dtype.name in _CASTABLE}
+    return _Source(model, file, weights)
 
 
 def _read(model: ModelFile, state: Field | None, first: ModelFile) -> WholeFile:
@@ -192,19 +265,12 @@ def _aliases(models: Sequence[ModelFile]) -> dict[str, str]:
     return aliases
 
 
-def _assign(
-    model: ModelFile, file: WholeFile, aliases: Mapping[str, str], witness: Witness
-) -> _Found | Unmatched:
-    weights = {
-        name: tensor
-        for name, tensor in model.weights.items()
-        if name not in model.buffer_names
-        and name not in aliases
-        and (file.kind == "bare" or tensor.storage.dtype.name in _CASTABLE)
-    }
+def _assign(source: _Source, experts: ExpertRanks | None, witness: Witness) -> _Found | Unmatched:
+    file = source.file
     if file.kind == "flat":
-        return _assign_flat(weights, file, witness)
-    matched = _match(weights, file, witness)
+        single = {name: own.parts[0] for name, own in source.weights.items() if not own.is_stack}
+        return _assign_flat(single, file, witness)
+    matched = _match(source, experts, witness)
     if isinstance(matched, Unmatched):
         return matched
     found = _Found(by_order=matched.by_order)
@@ -214,10 +280,10 @@ def _assign(
         for entry, name in zip(group, names, strict=True):
             if name is None:
                 continue
-            tensor = weights[name]
-            if prod(tensor.shape) and (entry.state is not None or not is_stepped):
+            weight = source.weights[name]
+            if prod(weight.shape) and (entry.state is not None or not is_stepped):
                 members.append(name)
-                found.owned[name] = _owned(entry, tensor)
+                found.owned[name] = _owned(entry, weight)
             else:
                 found.idle.add(name)
         found.members.append(tuple(members))
@@ -225,21 +291,33 @@ def _assign(
     return found
 
 
-def _match(
-    weights: Mapping[str, StoredTensor], file: WholeFile, witness: Witness
-) -> Matched | Unmatched:
-    is_bare = file.kind == "bare"
-    candidates = [
-        Candidate(
+def _match(source: _Source, experts: ExpertRanks | None, witness: Witness) -> Matched | Unmatched:
+    """Match numbers and names, in the order of the model.
+
+    AutoEP gives the parameters of the layers that it made to the optimizer after all others, or in
+    the order of the model, as the script has it.
+    """
+    file, is_bare = source.file, source.file.kind == "bare"
+    candidates = {
+        name: Candidate(
             name,
-            tensor.shape if is_bare else witness.token(tensor),
-            is_owned=is_bare or prod(tensor.shape) > 0,
+            own.shape if is_bare else own.token(witness),
+            is_owned=is_bare or prod(own.shape) > 0,
         )
-        for name, tensor in weights.items()
-    ]
-    dtypes = {tensor.storage.dtype for tensor in weights.values()}
+        for name, own in source.weights.items()
+    }
+    dtypes = {own.dtype for own in source.weights.values()}
     groups = [[_slot(entry, dtypes, witness) for entry in group] for group in file.groups]
-    return match(candidates, groups, file.names)
+    made: dict[str, str] = {}
+    if experts is not None:
+        made = experts.routers(candidates)
+    known = [own for name, own in candidates.items() if name not in made]
+    found = match(known, groups, file.names)
+    if isinstance(found, Unmatched) and made:
+        routers = set(made.values())
+        known.sort(key=lambda candidate: candidate.name in routers)
+        return match(known, groups, file.names)
+    return found
 
 
 def _slot(entry: Numbered, dtypes: Collection[DType], witness: Witness) -> Slot:
@@ -270,11 +348,11 @@ def _assign_flat(
     return found
 
 
-def _owned(entry: Numbered, weight: StoredTensor) -> Owned:
+def _owned(entry: Numbered, weight: _Weight) -> Owned:
     """States of one parameter; one that is trained in fp32 is its own master copy."""
     arrays, scalars, others = sort_states(entry, weight.shape)
-    if entry.master is None and weight.storage.dtype.name == "float32":
-        arrays = {"fp32": weight, **arrays}
+    if entry.master is None and weight.dtype.name == "float32" and not weight.is_stack:
+        arrays = {"fp32": weight.parts[0], **arrays}
     return Owned(arrays, scalars, others)
 
 
@@ -318,26 +396,31 @@ def _merged(known: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _unmatched(
-    run: Run, files: Sequence[WholeFile], aliases: Mapping[str, str], problem: str
+    run: Run,
+    mesh: Mesh,
+    sources: Sequence[_Source],
+    aliases: Mapping[str, str],
+    problem: str,
 ) -> Whole:
     message = (
         f"the optimizer's states are numbered and cannot be matched to the parameters: {problem}; "
         "they are left out (an optimizer made of named_parameters(), or ZeRO-1, saves names)"
     )
-    part = {"part": "optimizer"}
-    run.findings.append(Finding("error", "unmatched-states", message, files[0].where, part))
+    files = [source.file for source in sources]
+    details = {"part": "optimizer"}
+    run.findings.append(Finding("error", "unmatched-states", message, files[0].where, details))
     ranks = [
         WholeRank(
-            model,
-            file,
+            source.model,
+            source.file,
             {},
-            ((),) * len(file.groups),
+            ((),) * len(source.file.groups),
             frozenset(),
-            tuple((None,) * len(group) for group in file.groups),
+            tuple((None,) * len(group) for group in source.file.groups),
         )
-        for model, file in zip(run.models, files, strict=True)
+        for source in sources
     ]
-    return Whole(tuple(ranks), ((),) * len(files[0].groups), aliases, problem)
+    return Whole(tuple(ranks), mesh, ((),) * len(files[0].groups), aliases, problem)
 
 
 def _told_by_order(whole: Whole, by_order: Collection[str]) -> Iterator[Finding]:

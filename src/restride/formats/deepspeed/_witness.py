@@ -61,23 +61,28 @@ class Witness:
         Cost:
             All elements of tensors up to 4096, three runs of 1024 of larger ones.
         """
-        rounded = dtype or tensor.storage.dtype
-        bits = cast(self._sample(tensor), tensor.storage.dtype, rounded)
-        values = to_comparable(bits, rounded)
-        # The bits of a NaN are nobody's promise.
-        values = np.where(np.isnan(values), np.nan, values)
-        digest = blake2b(values.tobytes(), digest_size=_DIGEST_NBYTES).digest()
-        return tensor.shape, rounded.name, digest
-
-    def _sample(self, tensor: StoredTensor) -> NDArray[np.uint8]:
         key = tensor.storage.file, tensor.start_nbytes, tensor.shape, tensor.strides
         if key not in self._samples:
-            self._samples[key] = self._read(tensor)
-        return self._samples[key]
+            self._samples[key] = self._read(tensor, _indices(prod(tensor.shape)))
+        own = tensor.storage.dtype
+        return _token(tensor.shape, self._samples[key], own, dtype or own)
 
-    def _read(self, tensor: StoredTensor) -> NDArray[np.uint8]:
+    def stacked_token(self, tensors: Sequence[StoredTensor]) -> Token:
+        """Do the same for a tensor that is stored in parts, one for each index of its first axis.
+
+        Args:
+            tensors: The parts, at least one, of one shape and dtype.
+        """
+        numel = prod(tensors[0].shape)
+        indices: list[list[int]] = [[] for _ in tensors]
+        for index in _indices(numel * len(tensors)):
+            indices[index // numel].append(index % numel)
+        parts = [self._read(part, own) for part, own in zip(tensors, indices, strict=True)]
+        dtype = tensors[0].storage.dtype
+        return _token((len(tensors), *tensors[0].shape), np.concatenate(parts), dtype, dtype)
+
+    def _read(self, tensor: StoredTensor, indices: Sequence[int]) -> NDArray[np.uint8]:
         itemsize = storage_dtype(tensor.storage.dtype).itemsize
-        indices = [index for start, stop in _runs(tensor) for index in range(start, stop)]
         addresses = _addresses(tensor, indices)
         buffer = bytearray(itemsize * len(indices))
         view = memoryview(buffer)
@@ -93,14 +98,20 @@ class Witness:
         return np.frombuffer(buffer, np.uint8)
 
 
-def _runs(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+def _token(shape: Shape, elements: NDArray[np.uint8], own: DType, rounded: DType) -> Token:
+    values = to_comparable(cast(elements, own, rounded), rounded)
+    # The bits of a NaN are nobody's promise.
+    values = np.where(np.isnan(values), np.nan, values)
+    digest = blake2b(values.tobytes(), digest_size=_DIGEST_NBYTES).digest()
+    return shape, rounded.name, digest
+
+
+def _indices(numel: int) -> list[int]:
     """Logical indices to look at: they depend on the size alone."""
-    numel = prod(tensor.shape)
     if numel <= _MOST_READ_NUMEL:
-        yield 0, numel
-        return
-    for start in (0, (numel - _RUN_NUMEL) // 2, numel - _RUN_NUMEL):
-        yield start, start + _RUN_NUMEL
+        return list(range(numel))
+    starts = (0, (numel - _RUN_NUMEL) // 2, numel - _RUN_NUMEL)
+    return [index for start in starts for index in range(start, start + _RUN_NUMEL)]
 
 
 def _addresses(tensor: StoredTensor, indices: Sequence[int]) -> list[int]:

@@ -17,6 +17,7 @@ from restride.formats.deepspeed._stages import joined_mesh, joined_tensors
 from restride.formats.deepspeed._state_values import read_values
 from restride.formats.deepspeed._tensors import read_tensors
 from restride.formats.deepspeed._whole import read_whole
+from restride.formats.deepspeed._whole_experts import ExpertRanks
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -59,7 +60,8 @@ def read_catalog(path: str | PathLike[str]) -> Catalog:
     files = ExpertFiles(run, experts)
     read = read_chunks if run.is_partitioned else read_partitions
     partitions = [read(stage, experts) for stage in runs]
-    wholes = [read_whole(stage) for stage in runs]
+    ranks = ExpertRanks(experts, files)
+    wholes = [read_whole(stage, ranks) for stage in runs]
     tensors = [
         tuple(read_tensors(stage, experts, files, held, whole))
         for stage, held, whole in zip(runs, partitions, wholes, strict=True)

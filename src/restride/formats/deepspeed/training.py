@@ -16,6 +16,7 @@ from restride.formats.deepspeed._run import open_run
 from restride.formats.deepspeed._settings import group_order, is_round_robin
 from restride.formats.deepspeed._training_whole import with_whole_optimizer
 from restride.formats.deepspeed._whole import read_whole
+from restride.formats.deepspeed._whole_experts import find_experts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -72,7 +73,7 @@ def read_training(catalog: Catalog) -> Training:
         The metadata of every file is read once more, no tensor is.
     """
     run = open_run(Path(catalog.root))
-    whole = read_whole(run)
+    whole = read_whole(run, find_experts(run))
     if whole is not None:
         return with_whole_optimizer(read_model_training(run, catalog), whole)
     zero = next(iter(run.zeros.values()), None)

@@ -1,0 +1,134 @@
+"""AutoEP without ZeRO: the optimizer of each expert-parallel rank, in a file of its own.
+
+``expp_rank_E_mp_rank_TT_optim_states.pt`` holds what the first of the data-parallel ranks with the
+same experts has: the states of all dense parameters, which are the same in every such file, and
+those of its own experts (deepspeed 0.19.8 `runtime/engine.py`, `_save_moe_checkpoint`). An engine
+resumes from these files; the model file repeats the first of them. Weights are saved as copies, so
+that a second name of a parameter has bytes of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from restride.checkpoint.catalog import Finding
+from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._expert_files import ExpertFiles
+from restride.formats.deepspeed._experts import read_experts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from restride.checkpoint.values import StoredTensor
+    from restride.formats.deepspeed._experts import ExpertParameter
+    from restride.formats.deepspeed._fields import Field
+    from restride.formats.deepspeed._run import Run
+
+__all__ = ["ExpertRanks", "find_experts", "open_optimizers"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRanks:
+    """What is known of the experts of a run.
+
+    Attributes:
+        parameters: Stacked experts by name.
+        files: Their weights.
+    """
+
+    parameters: Mapping[str, ExpertParameter]
+    files: ExpertFiles
+
+    @property
+    def count(self) -> int:
+        """Number of expert-parallel ranks; AutoEP has one for all layers."""
+        return max((expert.rank_count for expert in self.parameters.values()), default=1)
+
+    def stacks(self, rank: int) -> dict[str, tuple[StoredTensor, ...]]:
+        """Weights of the experts that a rank holds, side by side; those whose files are there."""
+        found: dict[str, tuple[StoredTensor, ...]] = {}
+        for name, expert in self.parameters.items():
+            parts = [self.files.weight(f"{name}.{number}") for number in expert.placement[rank]]
+            known = tuple(part for part in parts if part is not None)
+            if known and len(known) == len(parts) and len({part.shape for part in known}) == 1:
+                found[name] = known
+        return found
+
+    def routers(self, names: Iterable[str]) -> dict[str, str]:
+        """Second names of routers, and the name that each is stored under as well.
+
+        AutoEP registers the router of a layer once more where transformers looks for it.
+        """
+        known = dict.fromkeys(names)
+        layers = {name.rsplit(".", 2)[0] for name in self.parameters}
+        found: dict[str, str] = {}
+        for name in known:
+            for layer in layers:
+                child, _, rest = name.removeprefix(f"{layer}.").partition(".")
+                router = f"{layer}.router.{rest}"
+                if name.startswith(f"{layer}.") and child != "router" and router in known:
+                    found[name] = router
+        return found
+
+
+def find_experts(run: Run) -> ExpertRanks | None:
+    """Read again what is known of the experts of a run without ZeRO; None where it has none."""
+    root = run.models[0].root
+    layers = root.get("ds_autoep_layers") or root.get("autoep_layers")
+    if layers is None or not run.folder.expert_optimizers:
+        return None
+    experts = read_experts(layers)
+    return ExpertRanks(experts, ExpertFiles(run, experts))
+
+
+def open_optimizers(run: Run, experts: ExpertRanks) -> list[Field] | None:
+    """Open the optimizer file of each expert-parallel rank.
+
+    Args:
+        run: The files. Findings are added to it.
+        experts: What is known of the experts.
+
+    Returns:
+        The optimizer's dict of each rank; None where there is no such file, or one is missing.
+
+    Raises:
+        CorruptError: There are optimizer files of ZeRO as well.
+        UnsupportedError: Nothing describes the experts.
+        FormatError: A file is none.
+    """
+    names = run.folder.expert_optimizers
+    if not names:
+        return None
+    if run.zeros:
+        raise CorruptError(
+            f"has optimizer files of ZeRO, and {next(iter(names.values()))} of a run without",
+            where=str(run.folder.path),
+            remedy="put only the files of one save into the folder",
+        )
+    first = next(iter(names.values()))
+    if not experts.parameters:
+        raise UnsupportedError(
+            f"has {first} and no ds_autoep_layers: experts of DeepSpeed's own MoE layer",
+            where=str(run.folder.path),
+            remedy="AutoEP checkpoints can be read",
+        )
+    for rank, name in names.items():
+        if rank >= experts.count:
+            message = (
+                f"{name} is of a rank that a run with {experts.count} expert-parallel ranks does "
+                "not have; it is left out"
+            )
+            run.findings.append(Finding("warning", "stale-file", message, name))
+    missing = [rank for rank in range(experts.count) if rank not in names]
+    if missing:
+        message = (
+            f"{len(missing)} of {experts.count} optimizer files of expert-parallel ranks are "
+            f"missing (the first is expp_rank_{missing[0]}_mp_rank_00_optim_states.pt); the states "
+            "are left out"
+        )
+        details = {"part": "optimizer"}
+        where = str(run.folder.path)
+        run.findings.append(Finding("error", "missing-file", message, where, details))
+        return None
+    return [run.files.open(names[rank]).at("optimizer") for rank in range(experts.count)]
