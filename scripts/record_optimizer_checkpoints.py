@@ -17,6 +17,7 @@ from typing import Any
 from record_deepspeed_checkpoints import record
 
 # What the engine is given: a class of torch and its arguments, or a section of its configuration.
+ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"torch": "SGD", "lr": 0.1},
     "momentum": {"torch": "SGD", "lr": 0.1, "momentum": 0.9},
@@ -31,7 +32,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "rprop": {"torch": "Rprop", "lr": 0.01},
     "asgd": {"torch": "ASGD", "lr": 0.01},
     "lion": {"plain": "Lion"},
-    "adamw": {"config": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}},
+    "adamw": {"config": ADAMW},
+    "adamw_offloaded": {"config": ADAMW, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "adamw_second_copy": {"config": ADAMW, "zero": {"zero_hpz_partition_size": 2}},
     "muon": {"config": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9}}},
 }
 STAGES = (1, 2, 3)
@@ -104,7 +107,8 @@ def train_one(chosen: dict[str, Any], stage: int, out: str, rank: int) -> None:
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, **chosen.get("zero", {})},
         "bf16": {"enabled": True},
     }
     if stage == 3:

@@ -258,6 +258,41 @@ def test_a_universal_folder_has_the_stages_and_says_that_buffers_are_lost(tmp_pa
     ]
 
 
+@pytest.mark.parametrize("name", ["bf16_z0", "tied_z1"])
+def test_a_universal_folder_of_a_pipeline_converts_further(name, tmp_path):
+    api.convert(RECORDED / name, tmp_path / "one", to="universal")
+
+    for to in ("universal", "safetensors"):
+        api.convert(
+            tmp_path / "one", tmp_path / to, to=to, states="all" if to == "safetensors" else None
+        )
+
+    one, two, three = (
+        gather_all(api.open(tmp_path / path)) for path in ("one", "universal", "safetensors")
+    )
+    assert one.keys() == two.keys()
+    for key, array in one.items():
+        assert np.array_equal(array, two[key]), key
+        assert np.array_equal(array, three[key if key in three else key.removesuffix("/fp32")])
+
+
+def test_a_universal_folder_of_one_stage_is_still_that_of_a_pipeline(tmp_path):
+    api.convert(RECORDED / "shared_z1", tmp_path / "universal", to="universal")
+
+    assert str(api.open(tmp_path / "universal").mesh) == "pp=1,tp=1"
+    with pytest.raises(UnsupportedError, match="a file for each layer"):
+        api.convert(tmp_path / "universal", tmp_path / "out", to="deepspeed", tp=1, dp=1, zero=1)
+
+
+@pytest.mark.parametrize("key", ["mp_world_size", "dp_world_size"])
+def test_a_number_of_ranks_that_nobody_has_is_refused_at_once(copied, key):
+    folder = copied("tied_z1")
+    for file in (folder / "step").glob("mp_rank_*"):
+        edit_file(file, lambda root: root.update({key: 1 << 60}))
+
+    refused(folder, f"{key} is {1 << 60}", "no run has more than")
+
+
 def test_an_engine_of_zero_3_has_no_stages(tmp_path):
     with pytest.raises(UnsupportedError, match="2 pipeline stages"):
         api.convert(RECORDED / "tied_z1", tmp_path / "out", to="universal", stage=3)

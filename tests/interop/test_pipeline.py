@@ -41,10 +41,9 @@ if __name__ == "__main__":
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What DeepSpeed's own converter makes of pipelines."""
     out = tmp_path_factory.mktemp("peer")
-    command = [sys.executable, "-c", PEER, RECORDED, out, out / "failed.json"]
-    subprocess.run(
-        [*command, *CONVERTED, REFUSED], check=True, capture_output=True, env=environment()
-    )
+    sources = [RECORDED / name for name in (*CONVERTED, REFUSED)]
+    command = [sys.executable, "-c", PEER, out, out / "failed.json", *sources]
+    subprocess.run(command, check=True, capture_output=True, env=environment())
     return out
 
 

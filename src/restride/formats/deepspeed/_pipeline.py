@@ -31,6 +31,7 @@ __all__ = ["Grid", "OpenedModel", "Stage", "agreed", "find_grid", "read_stages"]
 _DIMENSIONS: Final = "checkpoint_parallel_dimensions"
 _ONE_SAVE: Final = "put only the files of one save into the folder"
 _MOST_NAMED: Final = 5
+_MOST_RANKS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,11 @@ def find_grid(folder: TagFolder, opened: Sequence[OpenedModel]) -> Grid:
     by_layers = 1 + max((file.tp for file in folder.layers), default=0)
     if stages is None:
         stages = total // by_layers if folder.layers else 1
+    if total > _MOST_RANKS:
+        raise CorruptError(
+            f"mp_world_size is {total}, no run has more than {_MOST_RANKS} ranks",
+            where=str(folder.path),
+        )
     grid = Grid(max(stages, 1), total // max(stages, 1))
     is_known = tensor is not None and stages > 1
     if grid.size != total or (is_known and tensor != grid.tp_size):

@@ -13,6 +13,7 @@ from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._files import find_tag, list_files
 from restride.formats.deepspeed._optimizer import read_zero_file
 from restride.formats.deepspeed._pipeline import OpenedModel, agreed, find_grid, read_stages
+from restride.formats.deepspeed._settings import is_bf16
 from restride.storage.torch_zip import open_torch_zip
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["FileTable", "Run", "open_run", "open_stages"]
 
 _MOST_NAMED: Final = 5
+_MOST_RANKS: Final = 1 << 20
 
 
 class FileTable:
@@ -172,6 +174,12 @@ def open_stages(root: Path, *, has_weights: bool = True) -> tuple[Run, ...]:
     own = [model for model in opened if model.mp < grid.size]
     said = agreed(((model.count("dp_world_size"), model.name) for model in own), "dp_world_size")
     dp_size = said or 1 + max(_data_ranks(folder), default=0)
+    if dp_size * grid.size > _MOST_RANKS:
+        raise CorruptError(
+            f"dp_world_size is {dp_size} with {grid.size} model-parallel ranks, no run has more "
+            f"than {_MOST_RANKS} ranks",
+            where=str(folder.path),
+        )
     findings = list(_strangers(opened, grid, folder, dp_size))
     own = [model for model in own if model.dp is None or model.dp < dp_size]
     chosen = sorted(_choose(folder, own[0].root if own else None, grid.size, dp_size).items())
@@ -272,10 +280,7 @@ def _choose(
 
 def _prefix(model: Field | None) -> str:
     """Prefix that a run with this configuration writes (deepspeed 0.19.8 `runtime/engine.py`)."""
-    config = model.get("ds_config") if model is not None else None
-    section = config.get("bf16") if config is not None and config.is_mapping else None
-    enabled = section.get("enabled") if section is not None and section.is_mapping else None
-    return "bf16_" if enabled is not None and enabled.value is True else ""
+    return "bf16_" if model is not None and is_bf16(model.get("ds_config")) else ""
 
 
 def _strangers(

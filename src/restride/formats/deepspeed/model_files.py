@@ -66,6 +66,11 @@ class ModelFiles:
     findings: tuple[Finding, ...]
 
     @property
+    def has_modules(self) -> bool:
+        """Whether the model is in them; a pipeline has it in layer files."""
+        return any(model.dtypes for model in self.run.models)
+
+    @property
     def is_partitioned(self) -> bool:
         """Whether they are of ZeRO-3."""
         return self.run.is_partitioned

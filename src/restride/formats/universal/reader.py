@@ -139,7 +139,7 @@ def _entries(folder: Path, *, is_folder: bool) -> list[str]:
 
 def _mesh(models: ModelFiles | None) -> Mesh:
     """The ranks that weights are cut over; states are not."""
-    if models is not None and models.run.stage_count > 1:
+    if models is not None and not models.has_modules:
         stages, ranks = models.run.stage_count, models.run.tp_size
         return Mesh((("pp", stages), ("tp", ranks // stages)))
     if models is None or models.run.tp_size == 1:
