@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
+
+from restride import api
+from restride.errors import RestrideError
+from restride.testing.saved_values import edit_file
+
+RECORDED = Path(__file__).parents[1] / "data" / "deepspeed"
 
 
 @pytest.mark.parametrize(
@@ -61,3 +70,37 @@ def test_a_model_file_of_zero_3_is_missing_that_says_nothing_of_its_own(damaged)
 
     run.check_finds("1 of 2 model files are missing (dp 1 tp 0)")
     run.convert_refuses()
+
+
+@pytest.mark.parametrize("ranks", [[1], [1, 2], [0]])
+def test_some_ranks_do_not_hold_their_chunk_of_a_frozen_weight(tmp_path, ranks):
+    """The optimizer files have nothing of it, and the files of these ranks are there."""
+    shutil.copytree(RECORDED / "partitioned_z3", tmp_path / "saved")
+    for dp in ranks:
+        name = f"zero_pp_rank_{dp}_mp_rank_00_model_states.pt"
+        edit_file(
+            tmp_path / "saved" / "step" / name,
+            lambda root: root["frozen_param_fragments"].pop("base.weight") and None,
+        )
+
+    report = api.check(tmp_path / "saved")
+
+    (found,) = [finding for finding in report.findings if finding.kind == "frozen-missing"]
+    assert found.severity == "error"
+    assert f"the model files of {len(ranks)} of 3 ranks lack its chunk" in found.message
+    assert all(f"dp {dp} tp 0" in found.message for dp in ranks)
+    with pytest.raises(RestrideError, match=r"base\.weight"):
+        api.convert(tmp_path / "saved", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_run_may_leave_all_frozen_weights_out(tmp_path):
+    """`exclude_frozen_parameters` of DeepSpeed: adapters without their base."""
+    shutil.copytree(RECORDED / "partitioned_z3", tmp_path / "saved")
+    for file in (tmp_path / "saved" / "step").glob("*_model_states.pt"):
+        edit_file(file, lambda root: root.update(frozen_param_fragments=None))
+
+    kinds = {finding.kind for finding in api.check(tmp_path / "saved").findings}
+
+    assert "frozen-missing" not in kinds
+    assert "no-weight" in kinds

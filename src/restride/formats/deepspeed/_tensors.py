@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Finding, TensorEntry
@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._expert_files import ExpertFiles
     from restride.formats.deepspeed._experts import ExpertParameter
     from restride.formats.deepspeed._model import ModelFile
-    from restride.formats.deepspeed._partitions import Partitions
+    from restride.formats.deepspeed._partitions import FlatCut, Partitions
     from restride.formats.deepspeed._run import Run
     from restride.formats.deepspeed._whole import Whole
 
 __all__ = ["read_tensors"]
+
+_MOST_NAMED: Final = 5
 
 
 def read_tensors(
@@ -132,6 +134,7 @@ class _Reader:
             cut = frozen_chunks(run, name)
             if cut.is_whole and cut.holdings:
                 states = flat_states(layout, cut, run.mesh, run.files, where)
+            self._tell_lost_chunks(name, cut)
         states |= self._optimizer_states(name, layout)
         is_elsewhere = name in run.elsewhere or (run.is_partitioned and "fp32" in states)
         if "weight" not in states and not is_elsewhere:
@@ -168,6 +171,25 @@ class _Reader:
         weights = [shards, *run.copies.get(name, ())]
         entries = [stored_state(layout, weight, run.files, where) for weight in weights]
         return replicas_of(dict(enumerate(entries)), Mesh((("layer", len(entries)),)), where)
+
+    def _tell_lost_chunks(self, name: str, cut: FlatCut) -> None:
+        """Name the ranks whose files are there without their chunk of a frozen parameter.
+
+        Where all of them lack it, the run was told to leave frozen parameters out.
+        """
+        run = self._run
+        lost = [
+            divmod(holding.rank, run.tp_size) for holding in cut.holdings if holding.group is None
+        ]
+        named = [f"dp {dp} tp {tp}" for dp, tp in lost if (dp, tp) in run.partitioned]
+        if named and len(lost) < len(cut.holdings):
+            more = ", ..." if named[_MOST_NAMED:] else ""
+            message = (
+                f"tensor {name!r} is frozen, and the model files of {len(named)} of "
+                f"{run.mesh.size} ranks lack its chunk ({', '.join(named[:_MOST_NAMED])}{more}); "
+                "nothing else has it"
+            )
+            run.findings.append(Finding("error", "frozen-missing", message, f"tensor {name!r}"))
 
     def _is_frozen(self, name: str) -> bool:
         """A rank whose shard is empty says so of a parameter that the other ranks train."""

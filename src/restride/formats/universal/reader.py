@@ -173,6 +173,8 @@ class _Reader:
             if entry is not None and entry.kind == "buffer":
                 yield entry
             elif entry is not None and self._is_carried(entry, trained):
+                if name in names:
+                    self._compare_carried(entry)
                 is_frozen = bool(trained) and entry.layout.full_numel > 0
                 yield replace(entry, is_frozen=is_frozen or entry.is_frozen)
             elif name in names:
@@ -190,6 +192,21 @@ class _Reader:
         that the ranks cut, the peer writes the first shard only.
         """
         return "weight" in entry.states and entry.name not in trained
+
+    def _compare_carried(self, entry: TensorEntry) -> None:
+        """Tell of a folder that has a part of a weight: an engine takes it for all of it."""
+        shape = entry.layout.full_shape
+        file = f"{self._below}{entry.name}/fp32{_SUFFIX}"
+        if not (self._root / file).is_file():
+            return
+        value = open_torch_zip(self._root / file).value
+        stored = value.get(_PARAM) if isinstance(value, dict) else value
+        if isinstance(stored, StoredTensor) and prod(stored.shape) != prod(shape):
+            message = (
+                f"{file} has shape {stored.shape}, by the model files the parameter has {shape}: "
+                "an engine that loads the folder takes the part of one rank for the weight of all"
+            )
+            self._tell("warning", "shape-mismatch", message, entry.name)
 
     def _parameter(self, name: str, known: TensorEntry | None) -> TensorEntry:
         """Read the folder of one parameter."""
