@@ -9,56 +9,39 @@ have names, are there in any case.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Finding
+from restride.checkpoint.orders import merged_order
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError
-from restride.formats.deepspeed._numbering import Candidate, Slot, Unmatched, match
+from restride.formats.deepspeed._numbering import Unmatched
 from restride.formats.deepspeed._whole_experts import open_optimizers
-from restride.formats.deepspeed._whole_file import read_whole_file, sort_states
-from restride.formats.deepspeed._whole_flat import find_places, view_of
+from restride.formats.deepspeed._whole_file import CASTABLE, read_whole_file
+from restride.formats.deepspeed._whole_match import Source, Weight, assign
 from restride.formats.deepspeed._witness import Witness
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from restride.algebra.layout import Shape
-    from restride.checkpoint.dtypes import DType
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._model import ModelFile
-    from restride.formats.deepspeed._numbering import Matched
     from restride.formats.deepspeed._run import Run
     from restride.formats.deepspeed._whole_experts import ExpertRanks
-    from restride.formats.deepspeed._whole_file import Numbered, WholeFile
+    from restride.formats.deepspeed._whole_file import WholeFile
+    from restride.formats.deepspeed._whole_match import Owned
 
-__all__ = ["Owned", "Whole", "WholeRank", "read_whole"]
+__all__ = ["Whole", "WholeRank", "read_whole"]
 
-_CASTABLE: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 _MOST_NAMED: Final = 3
 _TIED: Final = (
     "the tied layers of a pipeline have the first numbers of their stage, and nothing says which "
     "layers are tied"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """What the optimizer of one rank keeps of one parameter.
-
-    Attributes:
-        arrays: By state; ``fp32`` are the master weights.
-        scalars: Tensors without a dimension, such as the step.
-        others: Everything else.
-    """
-
-    arrays: Mapping[str, StoredTensor]
-    scalars: Mapping[str, StoredTensor]
-    others: Mapping[str, Field]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,46 +96,6 @@ class Whole:
         return idle - set(self.trained)
 
 
-@dataclass(slots=True)
-class _Found:
-    """What is known of one rank so far."""
-
-    owned: dict[str, Owned] = field(default_factory=dict)
-    members: list[tuple[str, ...]] = field(default_factory=list)
-    idle: set[str] = field(default_factory=set)
-    listed: list[tuple[str | None, ...]] = field(default_factory=list)
-    by_order: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class _Weight:
-    """A parameter as a model has it: one tensor, or the experts of a stack."""
-
-    parts: tuple[StoredTensor, ...]
-    is_stack: bool = False
-
-    @property
-    def dtype(self) -> DType:
-        return self.parts[0].storage.dtype
-
-    @property
-    def shape(self) -> Shape:
-        own = self.parts[0].shape
-        return (len(self.parts), *own) if self.is_stack else own
-
-    def token(self, witness: Witness) -> Hashable:
-        return witness.stacked_token(self.parts) if self.is_stack else witness.token(self.parts[0])
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """What one rank saved: its weights by name, and its optimizer."""
-
-    model: ModelFile
-    file: WholeFile
-    weights: Mapping[str, _Weight]
-
-
 def read_whole(run: Run, experts: ExpertRanks | None = None) -> Whole | None:
     """Read the optimizer's states that a run without ZeRO saved.
 
@@ -182,7 +125,7 @@ def read_whole(run: Run, experts: ExpertRanks | None = None) -> Whole | None:
     with FilePool() as pool:
         witness = Witness(pool)
         for source in sources:
-            found = _assign(source, experts, witness)
+            found = assign(source, experts, witness)
             if isinstance(found, Unmatched):
                 problem = f"{source.file.where}: {found.reason}"
                 return _unmatched(run, mesh, sources, aliases, problem)
@@ -205,7 +148,7 @@ def read_whole(run: Run, experts: ExpertRanks | None = None) -> Whole | None:
 
 def _sources(
     run: Run, experts: ExpertRanks | None, aliases: Mapping[str, str]
-) -> tuple[Mesh, list[_Source]]:
+) -> tuple[Mesh, list[Source]]:
     """What each rank saved; nothing where that was no optimizer."""
     if experts is not None and run.folder.expert_optimizers:
         mesh = Mesh((("ep", experts.count),))
@@ -229,16 +172,16 @@ def _source(
     file: WholeFile,
     aliases: Mapping[str, str],
     stacks: Mapping[str, tuple[StoredTensor, ...]],
-) -> _Source:
+) -> Source:
     weights = {
-        name: _Weight((tensor,))
+        name: Weight((tensor,))
         for name, tensor in model.weights.items()
         if name not in model.buffer_names and name not in aliases
     }
-    weights |= {name: _Weight(parts, is_stack=True) for name, parts in stacks.items()}
+    weights |= {name: Weight(parts, is_stack=True) for name, parts in stacks.items()}
     if file.kind != "bare":
-        weights = {name: own for name, own in weights.items() if own.dtype.name in _CASTABLE}
-    return _Source(model, file, weights)
+        weights = {name: own for name, own in weights.items() if own.dtype.name in CASTABLE}
+    return Source(model, file, weights)
 
 
 def _read(model: ModelFile, state: Field | None, first: ModelFile) -> WholeFile:
@@ -265,106 +208,15 @@ def _aliases(models: Sequence[ModelFile]) -> dict[str, str]:
     return aliases
 
 
-def _assign(source: _Source, experts: ExpertRanks | None, witness: Witness) -> _Found | Unmatched:
-    file = source.file
-    if file.kind == "flat":
-        single = {name: own.parts[0] for name, own in source.weights.items() if not own.is_stack}
-        return _assign_flat(single, file, witness)
-    matched = _match(source, experts, witness)
-    if isinstance(matched, Unmatched):
-        return matched
-    found = _Found(by_order=matched.by_order)
-    is_stepped = any(entry.state is not None for group in file.groups for entry in group)
-    for group, names in zip(file.groups, matched.names, strict=True):
-        members: list[str] = []
-        for entry, name in zip(group, names, strict=True):
-            if name is None:
-                continue
-            weight = source.weights[name]
-            if prod(weight.shape) and (entry.state is not None or not is_stepped):
-                members.append(name)
-                found.owned[name] = _owned(entry, weight)
-            else:
-                found.idle.add(name)
-        found.members.append(tuple(members))
-        found.listed.append(names)
-    return found
-
-
-def _match(source: _Source, experts: ExpertRanks | None, witness: Witness) -> Matched | Unmatched:
-    """Match numbers and names, in the order of the model.
-
-    AutoEP gives the parameters of the layers that it made to the optimizer after all others, or in
-    the order of the model, as the script has it.
-    """
-    file, is_bare = source.file, source.file.kind == "bare"
-    candidates = {
-        name: Candidate(
-            name,
-            own.shape if is_bare else own.token(witness),
-            is_owned=is_bare or prod(own.shape) > 0,
-        )
-        for name, own in source.weights.items()
-    }
-    dtypes = {own.dtype for own in source.weights.values()}
-    groups = [[_slot(entry, dtypes, witness) for entry in group] for group in file.groups]
-    made: dict[str, str] = {}
-    if experts is not None:
-        made = experts.routers(candidates)
-    known = [own for name, own in candidates.items() if name not in made]
-    found = match(known, groups, file.names)
-    if isinstance(found, Unmatched) and made:
-        routers = set(made.values())
-        known.sort(key=lambda candidate: candidate.name in routers)
-        return match(known, groups, file.names)
-    return found
-
-
-def _slot(entry: Numbered, dtypes: Collection[DType], witness: Witness) -> Slot:
-    tokens: frozenset[Hashable] | None = None
-    if entry.master is not None:
-        tokens = frozenset(witness.token(entry.master, dtype) for dtype in dtypes)
-    elif entry.shape is not None:
-        tokens = frozenset({entry.shape})
-    said = "" if entry.shape is None else f" of shape {entry.shape}"
-    return Slot(f"number {entry.number}{said}", tokens)
-
-
-def _assign_flat(
-    weights: Mapping[str, StoredTensor], file: WholeFile, witness: Witness
-) -> _Found | Unmatched:
-    places = find_places(weights, file.groups, witness)
-    if isinstance(places, Unmatched):
-        return places
-    found = _Found()
-    for group, own in zip(file.groups, places, strict=True):
-        for entry in group:
-            arrays, scalars, others = sort_states(entry, entry.shape or ())
-            for place in own:
-                views = {key: view_of(tensor, place) for key, tensor in arrays.items()}
-                found.owned[place.name] = Owned(views, scalars, others)
-        found.members.append(tuple(place.name for place in own))
-        found.listed.append(found.members[-1])
-    return found
-
-
-def _owned(entry: Numbered, weight: _Weight) -> Owned:
-    """States of one parameter; one that is trained in fp32 is its own master copy."""
-    arrays, scalars, others = sort_states(entry, weight.shape)
-    if entry.master is None and weight.dtype.name == "float32" and not weight.is_stack:
-        arrays = {"fp32": weight.parts[0], **arrays}
-    return Owned(arrays, scalars, others)
-
-
 def _joined(ranks: Sequence[WholeRank]) -> tuple[tuple[str, ...], ...]:
     """Members over all ranks: one does not train what it holds no element of."""
     first = ranks[0]
     groups: dict[str, int] = {}
-    merged: list[list[str]] = [[] for _ in first.members]
+    count = len(first.members)
     for rank in ranks:
-        if len(rank.members) != len(merged):
+        if len(rank.members) != count:
             raise CorruptError(
-                f"has {len(rank.members)} parameter groups, {first.file.where} has {len(merged)}",
+                f"has {len(rank.members)} parameter groups, {first.file.where} has {count}",
                 where=rank.file.where,
             )
         for number, names in enumerate(rank.members):
@@ -375,30 +227,16 @@ def _joined(ranks: Sequence[WholeRank]) -> tuple[tuple[str, ...], ...]:
                         where=rank.file.where,
                         remedy="put only the files of one save into the folder",
                     )
-            merged[number] = _merged(merged[number], names)
-    return tuple(map(tuple, merged))
-
-
-def _merged(known: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Put names that are not known behind their predecessors."""
-    there = set(known)
-    behind: dict[str | None, list[str]] = {}
-    last: str | None = None
-    for name in names:
-        if name in there:
-            last = name
-        else:
-            behind.setdefault(last, []).append(name)
-    merged = behind.get(None, [])
-    for name in known:
-        merged += [name, *behind.get(name, ())]
-    return merged
+    return tuple(
+        merged_order([rank.members[number] for rank in ranks], first.model.weights)
+        for number in range(count)
+    )
 
 
 def _unmatched(
     run: Run,
     mesh: Mesh,
-    sources: Sequence[_Source],
+    sources: Sequence[Source],
     aliases: Mapping[str, str],
     problem: str,
 ) -> Whole:

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from restride.algebra.layout import Shape
     from restride.formats.deepspeed._fields import Field
 
-__all__ = ["CONSUMED_KEYS", "Numbered", "WholeFile", "WholeKind", "read_whole_file", "sort_states"]
+__all__ = [
+    "CASTABLE",
+    "CONSUMED_KEYS",
+    "Numbered",
+    "WholeFile",
+    "WholeKind",
+    "read_whole_file",
+    "sort_states",
+]
 
 WholeKind: TypeAlias = Literal["bare", "unfused", "flat"]
 
@@ -31,6 +39,9 @@ _WRAPPED: Final = "optimizer_state_dict"
 _MASTERS: Final = "fp32_groups"
 _FLAT_MASTERS: Final = "fp32_groups_flat"
 _GROUPS: Final = "param_groups"
+
+CASTABLE: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""Types of weights and of their master copies: one can be rounded to the other."""
 
 CONSUMED_KEYS: Final = frozenset({_WRAPPED, _MASTERS, _FLAT_MASTERS, "state", _GROUPS})
 """Keys of the optimizer's dict that become tensors and groups; all others are carried."""
@@ -171,7 +182,7 @@ def _groups(
                 Numbered(
                     position,
                     number,
-                    None if copy is None else copy.tensor(),
+                    None if copy is None else _master(copy),
                     states.pop(number, None),
                     f"{base.where}['state'][{number}]" if copy is None else copy.where,
                 )
@@ -199,6 +210,13 @@ def _names(entry: Field, numbered: tuple[Numbered, ...], kind: WholeKind) -> tup
             f"names {len(names)} parameters, the group has {len(numbered)}", where=stored.where
         )
     return names
+
+
+def _master(stored: Field) -> StoredTensor:
+    tensor = stored.tensor()
+    if tensor.storage.dtype.name not in CASTABLE:
+        raise stored.wrong("a master weight of float32")
+    return tensor
 
 
 def _tensors(state: Field | None) -> Iterator[tuple[str, StoredTensor]]:

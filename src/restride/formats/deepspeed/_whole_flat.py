@@ -72,7 +72,7 @@ def find_places(
         [
             Slot(
                 f"the flat buffer of group {entry.group} with {prod(entry.shape or ())} elements",
-                frozenset(witness.token(entry.master, dtype) for dtype in dtypes),
+                frozenset(witness.rounded_tokens(entry.master, dtypes)),
             )
             for entry in group
             if entry.master is not None

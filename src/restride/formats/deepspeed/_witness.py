@@ -18,7 +18,7 @@ import numpy as np
 from restride.arrays.casts import cast, storage_dtype, to_comparable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -46,26 +46,24 @@ class Witness:
 
     def __init__(self, pool: FilePool) -> None:
         self._pool = pool
-        self._samples: dict[tuple[str, int, Shape, Shape], NDArray[np.uint8]] = {}
 
-    def token(self, tensor: StoredTensor, dtype: DType | None = None) -> Token:
-        """Digest a sample of a tensor, rounded to `dtype`.
+    def token(self, tensor: StoredTensor) -> Token:
+        """Digest a sample of a tensor.
 
         Args:
-            tensor: The tensor.
-            dtype: A floating-point type; None for the tensor's own.
-
-        Raises:
-            UnsupportedError: The elements cannot be rounded to `dtype`.
+            tensor: The tensor, of a floating-point type that others can be rounded to.
 
         Cost:
             All elements of tensors up to 4096, three runs of 1024 of larger ones.
         """
-        key = tensor.storage.file, tensor.start_nbytes, tensor.shape, tensor.strides
-        if key not in self._samples:
-            self._samples[key] = self._read(tensor, _indices(prod(tensor.shape)))
+        (token,) = self.rounded_tokens(tensor, [tensor.storage.dtype])
+        return token
+
+    def rounded_tokens(self, tensor: StoredTensor, dtypes: Iterable[DType]) -> frozenset[Token]:
+        """Digest a sample of a master weight, rounded to each of some dtypes."""
+        sample = self._read(tensor, _indices(prod(tensor.shape)))
         own = tensor.storage.dtype
-        return _token(tensor.shape, self._samples[key], own, dtype or own)
+        return frozenset(_token(tensor.shape, sample, own, dtype) for dtype in dtypes)
 
     def stacked_token(self, tensors: Sequence[StoredTensor]) -> Token:
         """Do the same for a tensor that is stored in parts, one for each index of its first axis.

@@ -1,0 +1,223 @@
+"""The states of one rank without ZeRO, under the names of the parameters that they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
+from restride.formats.deepspeed._whole_file import sort_states
+from restride.formats.deepspeed._whole_flat import find_places, view_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Mapping
+
+    from restride.algebra.layout import Shape
+    from restride.checkpoint.dtypes import DType
+    from restride.checkpoint.values import StoredTensor
+    from restride.formats.deepspeed._fields import Field
+    from restride.formats.deepspeed._model import ModelFile
+    from restride.formats.deepspeed._whole_experts import ExpertRanks
+    from restride.formats.deepspeed._whole_file import Numbered, WholeFile
+    from restride.formats.deepspeed._witness import Witness
+
+__all__ = ["Found", "Owned", "Source", "Weight", "assign"]
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What the optimizer of one rank keeps of one parameter.
+
+    Attributes:
+        arrays: By state; ``fp32`` are the master weights.
+        scalars: Tensors without a dimension, such as the step.
+        others: Everything else.
+    """
+
+    arrays: Mapping[str, StoredTensor]
+    scalars: Mapping[str, StoredTensor]
+    others: Mapping[str, Field]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter as a model has it: one tensor, or the experts of a stack.
+
+    Attributes:
+        parts: The tensor, or that of each expert.
+        is_stack: Whether it is a stack.
+    """
+
+    parts: tuple[StoredTensor, ...]
+    is_stack: bool = False
+
+    @property
+    def dtype(self) -> DType:
+        """Type of the elements."""
+        return self.parts[0].storage.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the parameter."""
+        own = self.parts[0].shape
+        return (len(self.parts), *own) if self.is_stack else own
+
+    def token(self, witness: Witness) -> Hashable:
+        """What identifies the parameter by its elements."""
+        return witness.stacked_token(self.parts) if self.is_stack else witness.token(self.parts[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What one rank saved.
+
+    Attributes:
+        model: The model file.
+        file: The optimizer.
+        weights: What the optimizer may own, by name, in the order of the model.
+    """
+
+    model: ModelFile
+    file: WholeFile
+    weights: Mapping[str, Weight]
+
+
+@dataclass(slots=True)
+class Found:
+    """What one rank has, under its names.
+
+    Attributes:
+        owned: By parameter.
+        members: Trained parameters of each group, in its order.
+        idle: Parameters that have no state, where others have: frozen ones.
+        listed: The name of every number, group by group.
+        by_order: Names that only their order tells apart from others.
+    """
+
+    owned: dict[str, Owned] = field(default_factory=dict)
+    members: list[tuple[str, ...]] = field(default_factory=list)
+    idle: set[str] = field(default_factory=set)
+    listed: list[tuple[str | None, ...]] = field(default_factory=list)
+    by_order: frozenset[str] = frozenset()
+
+
+def assign(source: Source, experts: ExpertRanks | None, witness: Witness) -> Found | Unmatched:
+    """Give what one rank's optimizer keeps the names of its parameters.
+
+    Args:
+        source: What the rank saved.
+        experts: What is known of the experts of the run.
+        witness: Reads samples of weights and master weights.
+
+    Returns:
+        What it keeps by name, or the reason why the names are not known.
+    """
+    file = source.file
+    if file.kind == "flat":
+        single = {name: own.parts[0] for name, own in source.weights.items() if not own.is_stack}
+        return _assign_flat(single, file, witness)
+    matched = _match(source, experts, witness)
+    if isinstance(matched, Unmatched):
+        return matched
+    found = Found(by_order=matched.by_order)
+    is_stepped = any(entry.state is not None for group in file.groups for entry in group)
+    for group, names in zip(file.groups, matched.names, strict=True):
+        members: list[str] = []
+        for entry, name in zip(group, names, strict=True):
+            if name is None:
+                continue
+            weight = source.weights[name]
+            if prod(weight.shape) and (entry.state is not None or not is_stepped):
+                members.append(name)
+                found.owned[name] = _owned(entry, weight)
+            else:
+                found.idle.add(name)
+        found.members.append(tuple(members))
+        found.listed.append(names)
+    return found
+
+
+def _match(source: Source, experts: ExpertRanks | None, witness: Witness) -> Matched | Unmatched:
+    """Match numbers and names: by names and shapes where those tell, else by what the weights are.
+
+    Whoever told the optimizer the names is believed even where weights are no copies of their
+    masters, such as averages that were put into the model before it was saved.
+    """
+    is_bare = source.file.kind == "bare"
+    if is_bare or all(source.file.names):
+        found = _match_by(source, experts, None)
+        if is_bare or (isinstance(found, Matched) and not found.by_order):
+            return found
+    found = _match_by(source, experts, witness)
+    if isinstance(found, Unmatched) and " fits no " in found.reason:
+        return Unmatched(
+            f"{found.reason}: its master weight rounds to none of the weights, which were changed "
+            "after the last step, or saved before the first"
+        )
+    return found
+
+
+def _match_by(
+    source: Source, experts: ExpertRanks | None, witness: Witness | None
+) -> Matched | Unmatched:
+    """Match by shapes, or with a witness by samples of the weights.
+
+    AutoEP gives the parameters of the layers that it made to the optimizer after all others, or in
+    the order of the model, as the script has it.
+    """
+    is_bare = source.file.kind == "bare"
+    candidates = {
+        name: Candidate(
+            name,
+            own.token(witness) if witness else own.shape,
+            is_owned=is_bare or prod(own.shape) > 0,
+        )
+        for name, own in source.weights.items()
+    }
+    dtypes = {own.dtype for own in source.weights.values()}
+    groups = [[_slot(entry, dtypes, witness) for entry in own] for own in source.file.groups]
+    made = {} if experts is None else experts.routers(candidates)
+    known = [own for name, own in candidates.items() if name not in made]
+    found = match(known, groups, source.file.names)
+    if isinstance(found, Unmatched) and made:
+        routers = set(made.values())
+        known.sort(key=lambda candidate: candidate.name in routers)
+        return match(known, groups, source.file.names)
+    return found
+
+
+def _slot(entry: Numbered, dtypes: Collection[DType], witness: Witness | None) -> Slot:
+    tokens: frozenset[Hashable] | None = None
+    if witness is not None and entry.master is not None:
+        tokens = frozenset(witness.rounded_tokens(entry.master, dtypes))
+    elif entry.shape is not None:
+        tokens = frozenset({entry.shape})
+    said = "" if entry.shape is None else f" of shape {entry.shape}"
+    return Slot(f"number {entry.number}{said}", tokens)
+
+
+def _assign_flat(
+    weights: Mapping[str, StoredTensor], file: WholeFile, witness: Witness
+) -> Found | Unmatched:
+    places = find_places(weights, file.groups, witness)
+    if isinstance(places, Unmatched):
+        return places
+    found = Found()
+    for group, own in zip(file.groups, places, strict=True):
+        for entry in group:
+            arrays, scalars, others = sort_states(entry, entry.shape or ())
+            for place in own:
+                views = {key: view_of(tensor, place) for key, tensor in arrays.items()}
+                found.owned[place.name] = Owned(views, scalars, others)
+        found.members.append(tuple(place.name for place in own))
+        found.listed.append(found.members[-1])
+    return found
+
+
+def _owned(entry: Numbered, weight: Weight) -> Owned:
+    """States of one parameter; one that is trained in fp32 is its own master copy."""
+    arrays, scalars, others = sort_states(entry, weight.shape)
+    if entry.master is None and weight.dtype.name == "float32" and not weight.is_stack:
+        arrays = {"fp32": weight.parts[0], **arrays}
+    return Owned(arrays, scalars, others)
