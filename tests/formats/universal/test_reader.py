@@ -25,7 +25,7 @@ from restride.storage.torch_file import new_tensor
 from restride.testing.command_line import run
 from restride.testing.gather import gather_all
 from restride.testing.inert_values import save_value
-from restride.testing.saved_values import Array, save_file
+from restride.testing.saved_values import Array, edit_file, save_file
 from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
 
 ADAM = ("weight", "fp32", "exp_avg", "exp_avg_sq")
@@ -168,6 +168,19 @@ def test_tensors_without_elements_need_no_bytes(made):
 
     assert tensor.states["fp32"].regions == (None,)
     assert tensor.layout.full_shape == (0, 3)
+
+
+def test_folders_count_where_no_model_file_says_what_was_trained(made, tmp_path):
+    for tp in range(2):
+        edit_file(
+            made / "step_universal" / f"mp_rank_{tp:02d}_model_states.pt",
+            lambda value: value.update(param_shapes=None),
+        )
+
+    read, source = gather_all(read_catalog(made)), gather_all(api.open(tmp_path / "in"))
+
+    assert read.keys() == source.keys()
+    assert all(np.array_equal(read[key], array) for key, array in source.items())
 
 
 def test_a_missing_parameter_is_an_error_of_the_check(made):

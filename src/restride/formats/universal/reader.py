@@ -173,10 +173,14 @@ class _Reader:
             if entry is not None and entry.kind == "buffer":
                 yield entry
             elif entry is not None and self._is_carried(entry, trained):
+<<<<<<< Updated upstream
                 if name in names:
                     self._compare_carried(entry)
                 is_frozen = bool(trained) and entry.layout.full_numel > 0
                 yield replace(entry, is_frozen=is_frozen or entry.is_frozen)
+=======
+                yield replace(entry, is_frozen=entry.layout.full_numel > 0)
+>>>>>>> Stashed changes
             elif name in names:
                 yield self._parameter(name, entry)
         missing = [name for name in trained if name not in names]
@@ -189,9 +193,10 @@ class _Reader:
         """Whether the model files have all that there is.
 
         What the optimizer does not own has a folder with nothing but its weight, widened; of one
-        that the ranks cut, the peer writes the first shard only.
+        that the ranks cut, the peer writes the first shard only. Where nothing says what the
+        optimizer owns, the folders do.
         """
-        return "weight" in entry.states and entry.name not in trained
+        return bool(trained) and "weight" in entry.states and entry.name not in trained
 
     def _compare_carried(self, entry: TensorEntry) -> None:
         """Tell of a folder that has a part of a weight: an engine takes it for all of it."""
