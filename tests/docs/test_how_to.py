@@ -37,7 +37,10 @@ SETTINGS = {
     "fewer-gpus.md": ("llama_tp1dp2_z2", "checkpoint", shutil.copytree),
     "tensor-parallel.md": ("llama_tp2_z1", "checkpoint", beside_a_config),
     "experts.md": ("mixtral_ep2_z1", "checkpoint", on_four_ranks),
+    "replicas.md": ("gptbigcode_tp2_z1", "checkpoint", shutil.copytree),
 }
+# What a page shows that exits with 1.
+FINDINGS = {("replicas.md", "restride check checkpoint")}
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in PAGES.iterdir()))
@@ -51,7 +54,7 @@ def test_every_command_of_a_page_writes_what_the_page_shows(
     assert sessions_of(PAGES / page)
     for command, shown in sessions_of(PAGES / page):
         ran = run(*shlex.split(command)[1:])
-        assert ran.code == 0, ran.err
+        assert ran.code == ((page, command) in FINDINGS), ran.err
         assert matches(shown, ran.out), f"$ {command}\n{ran.out}"
 
 
