@@ -173,14 +173,9 @@ class _Reader:
             if entry is not None and entry.kind == "buffer":
                 yield entry
             elif entry is not None and self._is_carried(entry, trained):
-<<<<<<< Updated upstream
                 if name in names:
                     self._compare_carried(entry)
-                is_frozen = bool(trained) and entry.layout.full_numel > 0
-                yield replace(entry, is_frozen=is_frozen or entry.is_frozen)
-=======
                 yield replace(entry, is_frozen=entry.layout.full_numel > 0)
->>>>>>> Stashed changes
             elif name in names:
                 yield self._parameter(name, entry)
         missing = [name for name in trained if name not in names]
