@@ -136,8 +136,9 @@ def convert(
             the cgroup allows where that is less.
         workers: Threads. Default: one for each core that this process may use, up to four.
         replicas: What to do where ranks hold different copies of the same elements: refuse
-            (``"check"``), take that of the lowest rank (``"first"``), the mean (``"mean"``), or
-            that of one rank, by its number or by coordinates such as ``"tp=1"``. Or rules such as
+            (``"check"``), take that of the lowest rank (``"first"``), the mean (``"mean"``), that
+            of one rank, by its number or by coordinates such as ``"tp=1"``, or in sharded files
+            leave to each rank the copy of the rank in its place (``"own"``). Or rules such as
             ``[("*.c_attn.*", "mean"), ("lm_head.*", "tp=1")]``, names of tensors in which ``*``
             stands for anything: the last that matches decides, the rest is checked.
         force: Replace a folder that is there, and throw away what an earlier run left.

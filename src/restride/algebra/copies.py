@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from restride.algebra.layout import Layout
     from restride.algebra.mesh import Mesh
 
-__all__ = ["CopyAt", "Replicas", "as_replicas", "require_copies"]
+__all__ = ["OWN", "CopyAt", "Decision", "Replicas", "as_replicas", "require_copies"]
 
 _WORDS: Final[dict[object, Literal["check", "first", "mean"]]] = {
     "check": "check",
@@ -62,6 +62,12 @@ class CopyAt:
 
 Replicas: TypeAlias = Literal["check", "first", "mean"] | CopyAt
 """What to do with copies: refuse if they differ, the lowest rank's, their mean, or one rank's."""
+
+
+OWN: Final = "own"
+
+Decision: TypeAlias = Replicas | Literal["own"]
+"""The same where ranks go on from ranks: each can keep what the rank in its place had."""
 
 
 def as_replicas(said: str | int, mesh: Mesh) -> Replicas:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from restride.algebra.copies import as_replicas
+from restride.algebra.copies import OWN, as_replicas
 from restride.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from restride.algebra.copies import Replicas
+    from restride.algebra.copies import Decision
+    from restride.algebra.mesh import Mesh
     from restride.checkpoint.catalog import Catalog, TensorEntry
 
 __all__ = ["DEFAULT", "ReplicaRules", "Saying", "read_rules"]
@@ -34,10 +35,10 @@ class ReplicaRules:
         aliases: Other names of tensors, which patterns match as well.
     """
 
-    rules: tuple[tuple[str, Replicas], ...]
+    rules: tuple[tuple[str, Decision], ...]
     aliases: Mapping[str, tuple[str, ...]]
 
-    def decide(self, tensor: str, state: str) -> Replicas:
+    def decide(self, tensor: str, state: str) -> Decision:
         """Return what holds for one array.
 
         A pattern with a ``/`` is for ``TENSOR/STATE``, any other for all states of a tensor.
@@ -53,20 +54,24 @@ def read_rules(said: Saying, catalog: Catalog) -> ReplicaRules:
     """Understand what is said of replicas for the arrays of a checkpoint.
 
     Args:
-        said: One decision, as `as_replicas` takes it, or rules (pattern, decision). In a pattern
-            ``*`` stands for anything, ``?`` for one character and ``[ab]`` for one of these.
-            Numbers of ranks count on the mesh of the checkpoint.
+        said: One decision, as `as_replicas` takes it or ``"own"``, or rules (pattern, decision). In
+            a pattern ``*`` stands for anything, ``?`` for one character and ``[ab]`` for one of
+            these. Numbers of ranks count on the mesh of the checkpoint.
         catalog: The checkpoint.
 
     Raises:
         PlanError: A decision is none, there is no such rank, or a pattern matches nothing.
     """
     pairs = [(_EVERYTHING, said)] if isinstance(said, str | int) else list(said)
-    rules = tuple((pattern, as_replicas(decision, catalog.mesh)) for pattern, decision in pairs)
+    rules = tuple((pattern, _as_decision(decision, catalog.mesh)) for pattern, decision in pairs)
     for pattern, _ in rules:
         _require_used(pattern, catalog.tensors)
     aliases = {tensor.name: tensor.aliases for tensor in catalog.tensors if tensor.aliases}
     return ReplicaRules(rules, aliases)
+
+
+def _as_decision(said: str | int, mesh: Mesh) -> Decision:
+    return "own" if said == OWN else as_replicas(said, mesh)
 
 
 def _require_used(pattern: str, tensors: Sequence[TensorEntry]) -> None:

@@ -100,9 +100,10 @@ _MOST_SHOWN: Final = 12
     multiple=True,
     metavar="[PATTERN=]COPY",
     callback=as_replica_rules,
-    help="Where ranks hold different copies: check and refuse (default), first, mean, or the rank "
-    "that counts, as tp=1 or its number. With a PATTERN of names, such as '*.c_attn.*=mean', for "
-    "these tensors. May be repeated; the last that matches decides.",
+    help="Where ranks hold different copies: check and refuse (default), first, mean, own (each "
+    "rank of a sharded output keeps its own), or the rank that counts, as tp=1 or its number. With "
+    "a PATTERN of names, such as '*.c_attn.*=mean', for these tensors. May be repeated; the last "
+    "that matches decides.",
 )
 @workers_option
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")

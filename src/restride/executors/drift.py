@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
+from restride.algebra.copies import OWN
 from restride.checkpoint.catalog import Finding
 
 if TYPE_CHECKING:
@@ -124,7 +125,9 @@ def drift_findings(
         }
         if decided is not None:
             decision = decided.decide(row.tensor, row.state)
-            written = "their mean" if decision == "mean" else f"the copy of rank {first}"
+            written = f"the copy of rank {first}"
+            if decision in {"mean", OWN}:
+                written = "their mean" if decision == "mean" else "to each rank its own"
             message += f"; written is {written}"
             details["decided"] = str(decision)
         severity: Severity = "error" if decided is None else "warning"

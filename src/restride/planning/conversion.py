@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fractions import Fraction
 
     from restride.algebra._digits import Walk
-    from restride.algebra.copies import Replicas
+    from restride.algebra.copies import Decision
     from restride.algebra.transfer import Transfers
     from restride.checkpoint.catalog import FileEntry, StateEntry
     from restride.checkpoint.dtypes import DType
@@ -62,7 +62,8 @@ class Job:
         target_regions: (file index, first byte) of each target rank's shard, None where the rank
             holds nothing.
         target_dtype: Type to write; a cast where it is not the source's.
-        replicas: What to do where several source ranks hold the same element.
+        replicas: What to do where several source ranks hold the same element. ``"own"`` means that
+            each target rank reads the copy of the source rank in its place.
         use: What the elements are read for. It matters where the tensor is scaled.
     """
 
@@ -72,7 +73,7 @@ class Job:
     target_layout: Layout
     target_regions: tuple[Region | None, ...]
     target_dtype: DType
-    replicas: Replicas = "check"
+    replicas: Decision = "check"
     use: Use = "resume"
 
 
@@ -242,7 +243,7 @@ def _region(job: Job, rank: int, region: Region, fills: tuple[Fill, ...]) -> Reg
         target_dtype=job.target_dtype,
         fills=fills,
         step_numel=1,
-        replicas=job.replicas,
+        replicas="check" if job.replicas == "own" else job.replicas,
     )
 
 
@@ -257,18 +258,22 @@ def _fills(job: Job, relation: Transfers, rank: int) -> Iterator[Fill]:
         raise LayoutError(f"the source fills {found} elements of a target that needs {needed}")
     for block in blocks:
         scale = _chosen_scale(block)
-        fill = _decided(job, block, tuple(_sources(job.source, block, scale)))
+        fill = _decided(job, rank, block, tuple(_sources(job.source, block, scale)))
         factor = factor_of(job.state, scale, job.source.dtype, job.use)
         yield replace(fill, scale=factor) if factor != 1 else fill
 
 
-def _decided(job: Job, block: Block, sources: tuple[Source, ...]) -> Fill:
+def _decided(job: Job, rank: int, block: Block, sources: tuple[Source, ...]) -> Fill:
     """Put the source that was chosen first, and say which others must hold the same."""
     match job.replicas:
         case "check":
             return Fill(sources, len(sources))
         case "first" | "mean":
             return Fill(sources)
+        case "own":
+            chosen = _in_place(job, rank, sources)
+            others = tuple(source for source in sources if source not in chosen)
+            return Fill((*chosen, *others), len(chosen))
         case CopyAt() as choice:
             if len(block.holders) == 1:
                 # No rank to choose; where one holds an element twice, it has to agree with itself.
@@ -283,6 +288,23 @@ def _decided(job: Job, block: Block, sources: tuple[Source, ...]) -> Fill:
     assert_never(job.replicas)
 
 
+def _in_place(job: Job, rank: int, sources: tuple[Source, ...]) -> tuple[Source, ...]:
+    """The copies of the source ranks in whose place a target rank is, axis by axis.
+
+    The fastest axis decides first, which is that of the model-parallel ranks: flat partitions of
+    the ranks on the others have different parts, and mostly no copies at all.
+    """
+    mesh, place = job.source.layout.mesh, job.target_layout.mesh
+    at = place.coordinates(rank)
+    chosen = sources
+    for axis, size in reversed(mesh.axes):
+        if axis in at:
+            index = at[axis] * size // place.axis_size(axis)
+            same = tuple(s for s in chosen if mesh.coordinates(s.rank)[axis] == index)
+            chosen = same or chosen
+    return chosen
+
+
 def _chosen_scale(block: Block) -> Fraction:
     """The scale of the copies to read: none where there is an exact one, else the simplest."""
     scales = {way.scale for way in block.ways}
@@ -292,7 +314,8 @@ def _chosen_scale(block: Block) -> Fraction:
 def _sources(entry: StateEntry, block: Block, scale: Fraction) -> Iterator[Source]:
     """Every copy of a block that has this scale. Others are not bit for bit the same."""
     alike = [way for way in block.ways if way.scale == scale]
-    for rank, way in sorted(_placed(alike), key=_by_rank):
+    mesh = entry.layout.mesh
+    for rank, way in sorted(_placed(alike), key=lambda pair: _order(mesh, *pair)):
         region = entry.regions[rank]
         if region is None:
             raise LayoutError(f"rank {rank} holds elements, but the catalog has no place for them")
@@ -304,8 +327,17 @@ def _placed(ways: list[Way]) -> Iterator[tuple[int, Way]]:
     return ((rank, way) for way in ways for rank in way.ranks)
 
 
-def _by_rank(pair: tuple[int, Way]) -> tuple[int, tuple[int, ...]]:
-    return pair[0], pair[1].walks[0].bases
+def _order(mesh: Mesh, rank: int, way: Way) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The fastest axis counts first, which is that of the model-parallel ranks.
+
+    So all parts of a tensor are the copy of one of them where it has all, however the ranks on the
+    other axes share it: weights and master copies that drifted still belong together.
+    """
+    place: list[int] = []
+    for _, size in reversed(mesh.axes):
+        rank, index = divmod(rank, size)
+        place.append(index)
+    return tuple(place), way.walks[0].bases
 
 
 def _without_full(walk: Walk) -> Walk:

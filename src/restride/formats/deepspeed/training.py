@@ -12,6 +12,7 @@ from restride.checkpoint.training import ModelRank, ParameterGroup, Training
 from restride.checkpoint.values import OrderedDictValue, StoredTensor
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed import _model, _optimizer
+from restride.formats.deepspeed._fields import Field, shown
 from restride.formats.deepspeed._run import open_run
 from restride.formats.deepspeed._settings import group_order, is_round_robin
 from restride.formats.deepspeed._training_whole import with_whole_optimizer
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import Value
-    from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._optimizer import Group, ZeroFile
     from restride.formats.deepspeed._run import Run
@@ -186,7 +186,8 @@ def _numbers(parts: Sequence[Group]) -> dict[str, Value]:
             first = found.setdefault(key, entry)
             if type(entry.value) in {int, float} and entry.value != first.value:
                 raise UnsupportedError(
-                    f"is {entry.value}, {first.where} of the same parameter group is {first.value}",
+                    f"is {shown(entry.value)}, {first.where} of the same parameter group is "
+                    f"{shown(first.value)}",
                     where=entry.where,
                     remedy="convert a checkpoint whose parameters were all trained alike",
                 )
