@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from restride import api
-from restride.testing.contents import file_content
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,30 +16,8 @@ pytestmark = pytest.mark.interop
 MIXTRAL = {"model": "mixtral", "config": {"expert_parallel": {"preset_model": "mixtral"}}}
 
 
-def require_saved_again(ours: Path, theirs: Path) -> None:
-    """What an engine saves before its first step is what it loaded: the very same files.
-
-    Not the same are its own configuration, what other stages keep of the optimizer, and the class
-    of shapes, which are plain tuples in the files of AutoEP.
-    """
-    names = sorted(path.name for path in (ours / "step").iterdir())
-    assert names == sorted(path.name for path in (theirs / "step").iterdir())
-    for name in names:
-        found, expected = (file_content(folder / "step" / name) for folder in (ours, theirs))
-        for content in (found, expected):
-            content.pop("ds_config", None)
-            for key in ("clip_grad", "ds_version"):
-                content.get("optimizer_state_dict", {}).pop(key, None)
-            if "param_shapes" in content:
-                content["param_shapes"] = [
-                    {name: numbers for name, (_, numbers) in group.items()}
-                    for _, group, *_ in content["param_shapes"][1]
-                ]
-        assert found == expected, name
-
-
 def test_training_goes_on_bit_for_bit_on_more_ranks_and_on_fewer_again(
-    engine, tmp_path: Path
+    engine, require_saved_again, tmp_path: Path
 ) -> None:
     """In float32 the sums over more ranks would round differently, here they do not."""
     two, four = ({**MIXTRAL, "world": ranks, "ep": ranks} for ranks in (2, 4))
@@ -60,7 +37,7 @@ def test_training_goes_on_bit_for_bit_on_more_ranks_and_on_fewer_again(
 
 
 def test_an_engine_in_which_every_rank_has_all_experts_saves_again_what_it_was_given(
-    engine, shared: Path, tmp_path: Path
+    engine, require_saved_again, shared: Path, tmp_path: Path
 ) -> None:
     source = shared / "checkpoints" / "mixtral_ep2_z3"
 
