@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from restride.errors import CorruptError
+from restride.formats.deepspeed._settings import is_enabled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -33,7 +34,7 @@ class ExpertRanks:
         self._experts = experts
         config = run.models[0].root.get("ds_config")
         stored = config.get("use_data_before_expert_parallelism") if config else None
-        self._is_data_first = stored is not None and stored.value is True
+        self._is_data_first = is_enabled(stored)
 
     def cutters(self, members: Iterable[str], where: str) -> int:
         """Count the expert-parallel ranks that a group is spread over; 1 for dense parameters.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_groups import regrouped
 from restride.formats.deepspeed._fields import Field
+from restride.formats.deepspeed._settings import is_enabled
 from restride.formats.deepspeed._spread import spread_experts
 from restride.formats.deepspeed._writing import keyed
 from restride.formats.deepspeed.maps import MAP_VERSION
@@ -185,7 +186,8 @@ def place_experts(
         for name in layer.names
     }
     config = training.ranks[0].values.get("ds_config")
-    is_data_first = isinstance(config, dict) and config.get(_DATA_FIRST) is True
+    said = config.get(_DATA_FIRST) if isinstance(config, dict) else None
+    is_data_first = is_enabled(Field(said, f"ds_config[{_DATA_FIRST!r}]"))
     spread = spread_experts(target, is_data_first=is_data_first)
     aliases = dict(_aliases(catalog, training, layers, tensors))
     stored = tuple(_stored(layers, layouts))

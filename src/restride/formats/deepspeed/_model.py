@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, FormatError
+from restride.formats.deepspeed._settings import is_enabled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -145,8 +146,7 @@ def configured_dtype(root: Field) -> DType | None:
     for dtype, keys in _PRECISIONS.items():
         for key in keys:
             section = config.get(key)
-            enabled = section.get("enabled") if section and section.is_mapping else None
-            if enabled is not None and enabled.value is True:
+            if section and section.is_mapping and is_enabled(section.get("enabled")):
                 return DTYPES[dtype]
     return DTYPES["float32"]
 

@@ -23,6 +23,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 _ALIGNED_NBYTES: Final = 16
+_TRUE: Final = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FLOAT32: Final = frozenset({"torch.float32", "fp32", "float32", "float"})
 
 
@@ -74,8 +75,11 @@ def uses_bf16_optimizer(config: Field | None, zero: int) -> bool:
 
 
 def is_enabled(setting: Field | None) -> bool:
-    """Whether a switch is there, and on."""
-    return setting is not None and setting.value is True
+    """Whether a switch is there, and on, in one of the spellings that pydantic takes for true."""
+    if setting is None:
+        return False
+    value = setting.value
+    return value.lower() in _TRUE if isinstance(value, str) else value in (True, 1)
 
 
 def round_robin_order(members: Sequence[_T], count: int) -> list[_T]:

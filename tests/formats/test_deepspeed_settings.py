@@ -1,0 +1,61 @@
+"""Switches of a configuration, in every spelling that DeepSpeed takes for on."""
+
+from __future__ import annotations
+
+import pytest
+
+from restride import api
+from restride.formats.deepspeed._fields import Field
+from restride.formats.deepspeed._settings import is_bf16, is_enabled, is_round_robin
+from restride.testing.saved_values import edit_file
+from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
+from restride.testing.zero_runs import distinct
+
+ON = [True, 1, 1.0, "1", "on", "t", "true", "True", "y", "YES"]
+OFF = [False, 0, None, "", "false", "off", "no", "auto", 2, [], {}]
+
+
+@pytest.mark.parametrize("value", ON)
+def test_a_switch_is_on_where_deepspeed_takes_it_for_on(value):
+    zero = {"round_robin_gradients": value}
+    config = Field({"bf16": {"enabled": value}, "zero_optimization": zero}, "ds_config")
+
+    assert is_enabled(Field(value, "switch"))
+    assert is_bf16(config)
+    assert is_round_robin(config)
+
+
+@pytest.mark.parametrize("value", OFF)
+def test_anything_else_is_off(value):
+    assert not is_enabled(Field(value, "switch"))
+
+
+@pytest.mark.interop
+def test_the_spellings_are_those_of_deepspeed():
+    precision = pytest.importorskip("deepspeed.runtime.precision_config")
+
+    for value in ON:
+        assert precision.get_bfloat16_config({"bf16": {"enabled": value}}).enabled
+    for value in ("off", 0, "false", "no"):
+        assert not precision.get_bfloat16_config({"bf16": {"enabled": value}}).enabled
+
+
+@pytest.mark.parametrize("value", ["true", 1])
+def test_files_have_the_names_under_which_such_an_engine_looks_for_them(tmp_path, value):
+    """Where it does not find its optimizer files, it goes on without a word and without them."""
+    arrays = {state: distinct((4,), 7) for state in ("weight", "fp32", "exp_avg")}
+    write_zero_run(tmp_path / "run", ZeroRun(1, 1, {"w": Parameter((4,), arrays)}))
+    config = {"bf16": {"enabled": value}, "zero_optimization": {"stage": 1}}
+    for path in sorted((tmp_path / "run" / "step").iterdir()):
+        edit_file(path, lambda root: root.update(ds_config=config))
+        if path.name.startswith("zero"):
+            path.rename(path.with_name(f"bf16_{path.name}"))
+
+    report = api.convert(tmp_path / "run", tmp_path / "out", to="deepspeed", dp=2)
+
+    assert sorted(report.files) == [
+        "latest",
+        "step/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "step/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "step/mp_rank_00_model_states.pt",
+    ]
