@@ -100,11 +100,14 @@ class ModelCopies:
     def _weights(
         self, output: TorchOutput, *, only_frozen: bool
     ) -> Iterator[tuple[str, OutputArray]]:
-        """Announce the weights that change places, cut as the source's ranks cut them."""
+        """Announce the weights that change places, cut as the source's ranks cut them.
+
+        So do buffers of ZeRO-3, of which every rank has a copy: they are compared as they are read.
+        """
         layouts = {
             tensor.name: tensor.layout
             for tensor in self._catalog.tensors
-            if tensor.kind == "parameter"
+            if (tensor.kind == "parameter" or not only_frozen)
             and tensor.name not in self._experts
             and not (only_frozen and tensor.name in self._owned)
         }
@@ -117,7 +120,9 @@ class ModelCopies:
         name = f"{top}/{PurePosixPath(model.name).name}"
         stored = model.root.get(_INFO)
         told = self._told(model, is_partitioned=self._run.is_partitioned)
-        if model.optimizer is not None:
+        if self._run.is_of_pipeline and model.root.get("param_shapes") is None:
+            output.add(FileDraft(name), _named(model))
+        elif model.optimizer is not None:
             output.add(FileDraft(name), self._entries(model, is_partitioned=False))
         elif told is None or (stored is not None and stored.value == told):
             output.copy_file(name, str(self._run.root / model.name))
@@ -242,6 +247,12 @@ class ModelCopies:
             _EXPERT_PATTERNS: [f".*{_EXPERT_PATTERN}" if is_partitioned else _EXPERT_PATTERN],
             _EXPERT_LAYERS: layers.value if is_partitioned else listed,
         }
+
+
+def _named(model: ModelFile) -> dict[Value, Value]:
+    """What a pipeline stage with ZeRO would have said: `BF16_Optimizer` leaves the shapes out."""
+    shapes: list[Value] = [_shapes(members) for members in model.param_shapes or ()]
+    return {**_items(model.root), "module": None, "optimizer": None, "param_shapes": shapes}
 
 
 def _module(model: ModelFile, weight: Callable[[str, StoredTensor], Value]) -> OrderedDictValue:

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Final
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.selection import Selected
-from restride.checkpoint.values import Constructed, GlobalName
+from restride.checkpoint.values import Constructed, GlobalName, StoredTensor
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._writing import keyed
 from restride.formats.deepspeed.companions import read_geometry
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
+from restride.formats.universal._steps import different_steps, shared_step
 from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from restride.checkpoint.catalog import Catalog, TensorEntry
+    from restride.checkpoint.catalog import Catalog, Finding, TensorEntry
     from restride.checkpoint.training import Training
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._run import Run
@@ -125,7 +126,7 @@ def write_optimizer(
 
 def write_partitioned_optimizer(
     output: TorchOutput, name: str, catalog: Catalog, training: Training, source: SourceState
-) -> None:
+) -> Iterator[Finding]:
     """Add the file for an engine of ZeRO-3, which has the step of each sub-group in it.
 
     Args:
@@ -136,24 +137,36 @@ def write_partitioned_optimizer(
         source: The optimizer's state of the source; without geometry and parts where it is not of
             ZeRO-3.
 
+    Yields:
+        That an engine takes the step of the first sub-group for all, where others differ, and that
+        it counts it for each of them.
+
     Raises:
-        UnsupportedError: There is no step.
+        UnsupportedError: There is no step, or parameters of one sub-group have different ones.
+        ExecutionError: The step of a parameter cannot be read.
     """
     tensors = {tensor.name: tensor for tensor in catalog.tensors}
     draft = FileDraft(name)
     parts = source.parts or [(n, group.names) for n, group in enumerate(training.groups)]
     states: dict[Value, Value] = {}
+    first_step: Value = None
     for number, (parent, names) in enumerate(parts):
         numbers = training.groups[parent].numbers
         member = next((tensors[key] for key in names if key in tensors), None)
         own = {} if member is None else _scalars(output, draft, member)
-        if _STEP not in {**own, **numbers}:
+        every = {**own, **numbers}
+        if _STEP not in every:
             raise UnsupportedError(
                 f"sub-group {number} has no step, and an engine of ZeRO-3 looks for one",
                 where=catalog.root,
                 remedy="train at least one step before, or choose --stage 1",
             )
-        states[number] = keyed({**own, **numbers})
+        states[number] = keyed(every)
+        first_step = every[_STEP] if first_step is None else first_step
+    known = [(names, training.groups[parent].numbers) for parent, names in parts]
+    yield from different_steps(catalog, known)
+    if isinstance(first_step, StoredTensor):
+        yield from shared_step(catalog, training, len(parts))
     groups: list[Value] = []
     for number, group in enumerate(training.groups):
         members: list[Value] = [n for n, (parent, _) in enumerate(parts) if parent == number]

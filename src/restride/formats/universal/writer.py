@@ -92,7 +92,7 @@ def lay_out(catalog: Catalog, training: Training, *, is_partitioned: bool) -> Ex
     require_sound(catalog.findings, only_weights=False)
     root = Path(catalog.root)
     is_universal = catalog.format.startswith(FORMAT)
-    run = open_run(root / find_folder(root) if is_universal else root)
+    run = open_run(root / find_folder(root) if is_universal else root, has_weights=not is_universal)
     if run.stage_count > 1 and is_partitioned:
         raise UnsupportedError(
             f"is of {run.stage_count} pipeline stages, which an engine of ZeRO-3 does not have",
@@ -110,7 +110,9 @@ def lay_out(catalog: Catalog, training: Training, *, is_partitioned: bool) -> Ex
         # Made of another stage, there is no folder of the peer's to be like; and shapes let engines
         # with tensor parallelism load it, which refuse what is flat.
         writer.add_partitioned(is_flat=run.is_partitioned and run.tp_size == 1)
-        write_partitioned_optimizer(writer.output, name, catalog, training, source)
+        writer.findings.extend(
+            write_partitioned_optimizer(writer.output, name, catalog, training, source)
+        )
     else:
         writer.add_parameters()
         shared = {*write_optimizer(writer.output, name, catalog, training, source)}
