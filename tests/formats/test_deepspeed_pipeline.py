@@ -22,6 +22,8 @@ from restride.testing.saved_values import Array, edit_file
 from restride.testing.zero_files import Parameter, ZeroRun
 from restride.testing.zero_runs import distinct
 
+from .test_deepspeed_lies import STRANGE, place_of_refusal, places, replaced
+
 RECORDED = Path(__file__).parents[1] / "data" / "deepspeed_pipeline"
 NAMES = sorted(path.name for path in RECORDED.iterdir())
 STATES = ("weight", "fp32", "exp_avg")
@@ -432,3 +434,21 @@ def test_tied_layers_that_contradict_each_other(copied):
     )
 
     refused(folder, "is float32 of shape (3,) in one place and int64 of shape (3,) in another")
+
+
+@pytest.mark.parametrize(
+    "name", ["mp_rank_01_model_states.pt", "layer_00-model_states.pt", "layer_03-model_states.pt"]
+)
+def test_no_value_of_a_wrong_type_breaks_the_reader_of_stages(copied, name):
+    """Each place of a file in turn holds a strange value: refused with the place, or carried."""
+    folder = copied("tied_z1")
+    file = folder / "step" / name
+    original = file.read_bytes()
+    seen: list[tuple[object, ...]] = []
+    edit_file(file, lambda root: seen.extend(places(root)))
+
+    for number, path in enumerate(seen[:: 1 + len(seen) // 60]):
+        strange = STRANGE[number % len(STRANGE)]
+        file.write_bytes(original)
+        edit_file(file, lambda root, p=path, s=strange: replaced(root, p, s))
+        assert place_of_refusal(folder) != ""

@@ -17,7 +17,13 @@ from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_ranks import ExpertRanks
 from restride.formats.deepspeed._flat import Fragment
 from restride.formats.deepspeed._optimizer import Group
-from restride.formats.deepspeed._partitions import FlatCut, Holding, Partitions, find_uncut
+from restride.formats.deepspeed._partitions import (
+    FlatCut,
+    Holding,
+    Partitions,
+    files_of,
+    find_uncut,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,19 +119,8 @@ class _Reader:
 
     def read(self, tp: int) -> None:
         """Read the files of one tensor-parallel rank."""
-        run, model = self._run, self._run.models[tp]
-        files = {dp: run.zeros[dp, tp] for dp in range(run.dp_size) if (dp, tp) in run.zeros}
-        shapes = model.param_shapes
-        if shapes is None:
-            raise CorruptError(
-                "has no param_shapes, yet there are optimizer files", where=model.root.where
-            )
-        for zero in files.values():
-            if len(zero.groups) != len(shapes):
-                raise CorruptError(
-                    f"has {len(zero.groups)} sub-groups, {model.name} has {len(shapes)}",
-                    where=f"{zero.name} ({zero.rank_name})",
-                )
+        model = self._run.models[tp]
+        files, shapes = files_of(self._run, model, "sub-groups")
         for number, members in enumerate(shapes):
             self._read_sub_group(model, files, number, members)
         if not tp and files:
@@ -137,10 +132,9 @@ class _Reader:
         run = self._run
         cutters = self._ranks.cutters(members, f"{model.root.where}: param_shapes[{number}]")
         groups = {dp: zero.groups[number] for dp, zero in files.items()}
-        for name in members:
-            self._found.groups.setdefault(name, {}).update(
-                {run.rank(dp, model.tp): group for dp, group in groups.items()}
-            )
+        self._found.add_group(
+            members, {run.rank(dp, model.tp): group for dp, group in groups.items()}
+        )
         for cutter in range(cutters):
             held = self._ranks.held(members, cutter)
             ranks = self._ranks.by_partition(cutter, cutters)

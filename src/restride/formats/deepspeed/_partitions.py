@@ -20,7 +20,7 @@ from restride.formats.deepspeed._momentum import (
 from restride.formats.deepspeed._settings import is_round_robin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from restride.formats.deepspeed._experts import ExpertParameter
     from restride.formats.deepspeed._flat import Fragment, Slot
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._optimizer import Group, ZeroFile
     from restride.formats.deepspeed._run import Run
 
-__all__ = ["FlatCut", "Holding", "Partitions", "find_uncut", "read_partitions"]
+__all__ = ["FlatCut", "Holding", "Partitions", "files_of", "find_uncut", "read_partitions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,37 @@ class Partitions:
     groups: dict[str, dict[int, Group]] = field(default_factory=dict)
     members: list[tuple[str, ...]] = field(default_factory=list)
 
+    def add_group(self, names: Iterable[str], groups: Mapping[int, Group]) -> None:
+        """Note the partitions of a group of some parameters, by rank on the mesh."""
+        for name in names:
+            self.groups.setdefault(name, {}).update(groups)
+
+
+def files_of(run: Run, model: ModelFile, noun: str) -> tuple[dict[int, ZeroFile], Sequence[Shapes]]:
+    """Return the optimizer files of one tensor-parallel rank, and the shapes of their groups.
+
+    Args:
+        run: The files.
+        model: The model file of the rank.
+        noun: What the groups are called, for errors.
+
+    Raises:
+        CorruptError: The model file has no shapes, or counts other groups than an optimizer file.
+    """
+    tp, shapes = model.tp, model.param_shapes
+    files = {dp: run.zeros[dp, tp] for dp in range(run.dp_size) if (dp, tp) in run.zeros}
+    if shapes is None:
+        raise CorruptError(
+            "has no param_shapes, yet there are optimizer files", where=model.root.where
+        )
+    for zero in files.values():
+        if len(zero.groups) != len(shapes):
+            raise CorruptError(
+                f"has {len(zero.groups)} {noun}, {model.name} has {len(shapes)}",
+                where=f"{zero.name} ({zero.rank_name})",
+            )
+    return files, shapes
+
 
 def read_partitions(run: Run, experts: Mapping[str, ExpertParameter]) -> Partitions:
     """Match the partitions of all ranks to the parameters of the model files.
@@ -141,20 +172,8 @@ class _Reader:
 
     def read(self, tp: int) -> None:
         """Read the files of one tensor-parallel rank."""
-        run = self._run
-        model = run.models[tp]
-        files = {dp: run.zeros[dp, tp] for dp in range(run.dp_size) if (dp, tp) in run.zeros}
-        shapes = model.param_shapes
-        if shapes is None:
-            raise CorruptError(
-                "has no param_shapes, yet there are optimizer files", where=model.root.where
-            )
-        for zero in files.values():
-            if len(zero.groups) != len(shapes):
-                raise CorruptError(
-                    f"has {len(zero.groups)} parameter groups, {model.name} has {len(shapes)}",
-                    where=f"{zero.name} ({zero.rank_name})",
-                )
+        model = self._run.models[tp]
+        files, shapes = files_of(self._run, model, "parameter groups")
         for number, members in enumerate(shapes):
             self._read_group(model, files, number, members)
             if not tp:
@@ -177,10 +196,9 @@ class _Reader:
             if self._keeps_whole(number):
                 self._take_momentum(slots, width, by_partition, groups, cutter, model.tp, number)
             self._hold(slots, width, by_partition, groups, cutter, model.tp)
-        for name in members:
-            self._found.groups.setdefault(name, {}).update(
-                {run.rank(dp, model.tp): group for dp, group in groups.items()}
-            )
+        self._found.add_group(
+            members, {run.rank(dp, model.tp): group for dp, group in groups.items()}
+        )
 
     def _slots(self, held: Shapes, groups: Mapping[int, Group]) -> tuple[Slot, ...]:
         first = next(iter(groups.values()))
@@ -253,11 +271,8 @@ class _Reader:
         self, model: ModelFile, number: int
     ) -> Iterator[tuple[dict[int, Group], tuple[Slot, ...], int]]:
         """Yield the partitions of each buffer of a group on one tensor-parallel rank."""
-        run, shapes = self._run, model.param_shapes or ()
-        files = {
-            dp: run.zeros[dp, model.tp] for dp in range(run.dp_size) if (dp, model.tp) in run.zeros
-        }
-        groups = {dp: z.groups[number] for dp, z in files.items() if number < len(z.groups)}
+        files, shapes = files_of(self._run, model, "parameter groups")
+        groups = {dp: zero.groups[number] for dp, zero in files.items()}
         if not groups or number >= len(shapes):
             return
         width = _agreed_width(groups)
