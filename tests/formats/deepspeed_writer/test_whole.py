@@ -320,6 +320,29 @@ def test_steps_that_differ_in_a_group_stay_what_they_are_without_zero(tmp_path: 
         read_training(read_catalog(tmp_path / "run"))
 
 
+def test_the_step_of_a_fused_group_is_that_of_the_last_parameter_it_looked_at(
+    tmp_path: Path,
+) -> None:
+    """DeepSpeed's fused Adam counts in one parameter of a group alone."""
+    source = read_catalog(_RECORDED / "numbered_fp32_z0")
+    _written(source, tmp_path / "run", tp=1)
+
+    def fuse(root: dict[str, object]) -> None:
+        for state in root["optimizer"]["state"].values():
+            state["step"] = 0
+        state["step"] = 7
+        for group in root["optimizer"]["param_groups"]:
+            group |= {"bias_correction": True, "step": 0}
+
+    edit_file(tmp_path / "run" / "step" / "mp_rank_00_model_states.pt", fuse)
+
+    (group,) = read_training(read_catalog(tmp_path / "run")).groups
+    assert group.numbers == {"step": 7}
+    _written(read_catalog(tmp_path / "run"), tmp_path / "again", tp=1)
+    states = _optimizer_of(tmp_path / "again")["state"]
+    assert {state["step"] for state in states.values()} == {7}
+
+
 def test_groups_that_do_not_fit_a_flat_buffer_are_refused() -> None:
     source = read_catalog(_RECORDED / "numbered_flat_z0")
     training = read_training(source)

@@ -32,7 +32,7 @@ def require_saved_again(ours: Path, theirs: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "zero"),
     [
-        ({"model": "llama", "world": 2, "tp": 2, "dtype": "fp32"}, 1),
+        ({"model": "llama", "world": 2, "tp": 2, "dtype": "fp32", "config": FUSED}, 1),
         ({"model": "llama", "world": 2, "tp": 2, "config": FUSED}, 2),
         pytest.param({"model": "gpt2", "world": 2}, 3, marks=pytest.mark.slow),
     ],

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
     from restride.checkpoint.training import Training
     from restride.checkpoint.values import Value
+    from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._whole import Whole, WholeRank
 
 __all__ = ["with_whole_optimizer"]
+
+_STEP: Final = "step"
 
 # Of the optimizer's dict, what other stages keep in another form.
 _SCALE: Final = frozenset({"dynamic_loss_scale", "overflow", *ENTRIES})
@@ -62,7 +65,7 @@ def _groups(whole: Whole) -> Iterator[ParameterGroup]:
         yield ParameterGroup(
             names=names,
             settings={key: entry.value for key, entry in settings.items() if key != "params"},
-            numbers=_numbers(whole, names, number),
+            numbers=_numbers(whole, names, number, is_fused=_is_fused(settings)),
             listed=_listed(first, number),
         )
 
@@ -75,19 +78,35 @@ def _listed(rank: WholeRank, number: int) -> tuple[str, ...] | None:
     return tuple(name for name in names if name is not None)
 
 
-def _numbers(whole: Whole, names: tuple[str, ...], number: int) -> Mapping[str, Value]:
-    """States that are no arrays, and of which other stages have one for the whole group."""
+def _is_fused(settings: Field) -> bool:
+    """Whether DeepSpeed's fused Adam keeps the group, by its own entries."""
+    return {"bias_correction", _STEP} <= {key for key, _ in settings.items()}
+
+
+def _numbers(
+    whole: Whole, names: tuple[str, ...], number: int, *, is_fused: bool
+) -> Mapping[str, Value]:
+    """States that are no arrays, and of which other stages have one for the whole group.
+
+    The fused Adam counts the step of a group in the state of the last parameter that it looked at,
+    and leaves that of the others where it began (deepspeed 0.19.8 `ops/adam/fused_adam.py`).
+    """
     found: dict[str, Value] = {}
     for rank in whole.ranks:
         for name in names:
             others = rank.owned[name].others if name in rank.owned else {}
             for key, entry in others.items():
-                known = found.setdefault(key, entry.value)
-                if not isinstance(entry.value, StoredTensor) and entry.value != known:
-                    raise UnsupportedError(
-                        f"state {key!r} of {name!r} is {entry.value!r}, of others in parameter "
-                        f"group {number} it is {known!r}, and a group has one for all",
-                        where=entry.where,
-                        remedy="convert a checkpoint whose parameters were all trained alike",
-                    )
+                value = entry.value
+                known = found.setdefault(key, value)
+                if isinstance(value, StoredTensor) or value == known:
+                    continue
+                if is_fused and key == _STEP and type(value) is type(known) is int:
+                    found[key] = max(value, known)
+                    continue
+                raise UnsupportedError(
+                    f"state {key!r} of {name!r} is {value!r}, of others in parameter group "
+                    f"{number} it is {known!r}, and a group has one for all",
+                    where=entry.where,
+                    remedy="convert a checkpoint whose parameters were all trained alike",
+                )
     return found
