@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from restride.algebra.coverage import replication
 from restride.checkpoint.decisions import DEFAULT, read_rules
 from restride.checkpoint.soundness import require_sound
 from restride.executors.identity import describe_job
@@ -17,11 +18,12 @@ from restride.formats._registry import open_catalog
 from restride.planning.conversion import Job
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from os import PathLike
 
     from restride.checkpoint.catalog import Catalog, Finding
     from restride.checkpoint.decisions import ReplicaRules, Saying
-    from restride.checkpoint.selection import Export
+    from restride.checkpoint.selection import Export, Selected
     from restride.executors.writing import Task
     from restride.exports import Wanted
     from restride.storage.journal import Record
@@ -89,6 +91,7 @@ def prepare(
     reader = CatalogReader(catalog, pool)
     export = lay_out_export(catalog, wanted)
     decided = read_rules(replicas, catalog)
+    sources = export.sources if only_weights else _of_masters(catalog, export.sources, decided)
     jobs = [
         Job(
             chosen.tensor,
@@ -100,7 +103,7 @@ def prepare(
             decided.decide(chosen.tensor, chosen.state),
             "read" if wanted.optimizer_transform else "resume",
         )
-        for chosen, target in zip(export.sources, export.output.tensors, strict=True)
+        for chosen, target in zip(sources, export.output.tensors, strict=True)
     ]
     task = plan_writing(
         catalog.files,
@@ -114,3 +117,30 @@ def prepare(
     options = {**asdict(wanted), "replicas": replicas}
     first = describe_job(catalog, export.output, task.plan, options)
     return Prepared(catalog, reader, export, decided, task, first, spots)
+
+
+def _of_masters(
+    catalog: Catalog, sources: Iterable[Selected], decided: ReplicaRules
+) -> Iterator[Selected]:
+    """Read weights whose copies are averaged from the master copies, where both go out.
+
+    A training goes on from the mean of these, and its weights are that, rounded once. The mean of
+    weights that were rounded before is another number.
+    """
+    states = {tensor.name: tensor.states for tensor in catalog.tensors}
+    for chosen in sources:
+        master = states.get(chosen.tensor, {}).get("fp32")
+        is_averaged = (
+            chosen.state == "weight" and decided.decide(chosen.tensor, chosen.state) == "mean"
+        )
+        if (
+            is_averaged
+            and master is not None
+            and master.dtype.kind == chosen.dtype.kind == "float"
+            and master.layout.full_shape == chosen.entry.layout.full_shape
+            and master.layout.is_exact
+            and replication(chosen.entry.layout)
+        ):
+            yield replace(chosen, state="fp32", entry=master)
+        else:
+            yield chosen

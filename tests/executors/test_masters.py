@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from restride import api
+from restride.algebra.coverage import replication
 from restride.errors import BudgetError, CorruptError
 from restride.executors.events import NullObserver
 from restride.executors.masters import compare_masters, plan_masters, spot_check_masters
@@ -131,7 +132,9 @@ def test_the_file_of_another_run_is_one_finding_and_refused_by_what_takes_both(s
 def test_without_mixed_precision_other_masters_are_a_warning_to_a_conversion(shared, tmp_path):
     """A model may have got other weights after its optimizer was made."""
     shutil.copytree(shared / "checkpoints" / "llama_tp2_z1_fp32", tmp_path / "saved")
-    name = "model.embed_tokens.weight"
+    plans = plan_masters(api.open(tmp_path / "saved"), budget_nbytes=BUDGET)
+    assert plans is not None
+    name = plans.names[0]
     path, start, _ = place(tmp_path / "saved", name, "fp32", 0)
     overwrite(path, start, np.float32(99).tobytes())
 
@@ -145,8 +148,9 @@ def test_the_bytes_that_were_held_together_are_reported(sample):
     report = api.check(sample)
     catalog = report.catalog
 
-    numel = sum(tensor.layout.full_numel for tensor in catalog.tensors)
-    assert report.rounded_nbytes == 2 * numel
+    # What both ranks hold whole is compared among them.
+    numel = sum(t.layout.full_numel for t in catalog.tensors if not replication(t.layout))
+    assert report.rounded_nbytes == 2 * numel > 0
     assert "weights are their master copies" in run("check", sample).out
 
 
@@ -197,3 +201,34 @@ def test_the_findings_do_not_depend_on_the_budget(sample):
         found.append(compare_masters(catalog, plans)[0])
 
     assert found[0] == found[1] != ()
+
+
+@pytest.mark.parametrize("replicas", ["first", "mean", "tp=1"])
+@pytest.mark.parametrize("options", [{"tp": 1, "dp": 2, "zero": 1}, {"tp": 2, "dp": 1, "zero": 2}])
+def test_what_was_decided_between_copies_belongs_together_afterwards(
+    shared, tmp_path, replicas, options
+):
+    """Weights of a mean are the mean of the master copies, rounded once; not a mean of rounded."""
+    source = shared / "checkpoints" / "gptbigcode_tp2_z1"
+
+    report = api.convert(source, tmp_path / "out", to="deepspeed", replicas=replicas, **options)
+
+    drifts = [finding for finding in report.findings if finding.kind == "replica-drift"]
+    fused = [f for f in drifts if f.details["tensor"].endswith("0.attn.c_attn.weight")]
+    assert {f.details["state"] for f in fused} >= {"fp32", "exp_avg", "exp_avg_sq"}
+    # Of both target ranks, each element counts once.
+    assert {(f.details["numel"], f.details["different_numel"]) for f in fused} == {(2048, 2048)}
+    assert api.check(tmp_path / "out").verdict == "ok"
+
+
+@pytest.mark.parametrize("replicas", ["mean", "tp=1"])
+def test_a_universal_folder_of_decided_copies_can_be_converted_on(shared, tmp_path, replicas):
+    """Its model files still have the weights as the ranks had them."""
+    source = shared / "checkpoints" / "gptbigcode_tp2_z1"
+    api.convert(source, tmp_path / "universal", to="universal", replicas=replicas)
+
+    findings = api.check(tmp_path / "universal").findings
+    report = api.convert(tmp_path / "universal", tmp_path / "out", states="all", replicas="first")
+
+    assert {finding.kind for finding in findings} == {"replica-drift"}
+    assert {finding.kind for finding in report.findings} <= {"replica-drift"}

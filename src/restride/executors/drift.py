@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from typing import TYPE_CHECKING
 
 from restride.algebra.copies import OWN
+from restride.algebra.coverage import holders
 from restride.checkpoint.catalog import Finding
+from restride.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from restride.algebra.coverage import Held
+    from restride.algebra.layout import Layout
     from restride.algebra.mesh import Mesh
     from restride.checkpoint.catalog import Catalog, Severity
     from restride.checkpoint.decisions import ReplicaRules
@@ -95,21 +100,22 @@ def drift_findings(
         decided: Which copies were taken, where something was made of them.
     """
     states = {
-        (tensor.name, state): (len(tensor.states), entry.layout.mesh)
+        (tensor.name, state): (len(tensor.states), entry.layout)
         for tensor in catalog.tensors
         for state, entry in tensor.states.items()
     }
     order = {array: place for place, array in enumerate(states)}
     for row in sorted(rows, key=lambda r: (order[r.tensor, r.state], r.ranks)):
-        count, mesh = states[row.tensor, row.state]
+        count, layout = states[row.tensor, row.state]
+        mesh, row = layout.mesh, _counted_once(row, layout)  # noqa: PLW2901 - the same drift
         where = f"tensor {row.tensor!r}, state {row.state!r}"
         first, other = (f"{rank} ({_coordinates(mesh, rank)})" for rank in row.ranks)
         largest = "" if row.largest is None else f", by up to {row.largest:.6g}"
-        holders = f"ranks {first} and {other} hold"
+        who = f"ranks {first} and {other} hold"
         if row.ranks[0] == row.ranks[1]:
-            holders = f"rank {first} holds"
+            who = f"rank {first} holds"
         message = (
-            f"{where}: {holders} different copies of {row.different_numel} "
+            f"{where}: {who} different copies of {row.different_numel} "
             f"of {row.numel} elements{largest}"
         )
         details: dict[str, object] = {
@@ -132,6 +138,25 @@ def drift_findings(
             details["decided"] = str(decision)
         severity: Severity = "error" if decided is None else "warning"
         yield Finding(severity, "replica-drift", message, where, details)
+
+
+def _counted_once(row: ReplicaDrift, layout: Layout) -> ReplicaDrift:
+    """Take out what was compared again for each target rank that holds the same elements."""
+    if row.ranks[0] == row.ranks[1]:
+        return row
+    shared = sum(held.numel for held in _held(layout) if set(row.ranks) <= set(held.ranks))
+    times, rest = divmod(row.numel, shared) if shared else (1, 0)
+    if times < 2 or rest or row.different_numel % times:  # noqa: PLR2004
+        return row
+    return replace(row, numel=shared, different_numel=row.different_numel // times)
+
+
+@lru_cache(maxsize=64)
+def _held(layout: Layout) -> tuple[Held, ...]:
+    try:
+        return holders(layout)
+    except UnsupportedError:  # more ranks than anybody names: the numbers stay as they were added
+        return ()
 
 
 def _coordinates(mesh: Mesh, rank: int) -> str:

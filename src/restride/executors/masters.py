@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from restride.algebra.coverage import replication
 from restride.arrays.differences import Tolerance
 from restride.checkpoint.catalog import Finding
 from restride.errors import BudgetError
@@ -25,6 +26,7 @@ from restride.storage.ranges import FilePool
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping
 
+    from restride.algebra.layout import Layout
     from restride.arrays.differences import Difference
     from restride.checkpoint.catalog import Catalog, StateEntry, TensorEntry
     from restride.executors.events import Observer, ReplicaDrift
@@ -72,6 +74,9 @@ def plan_masters(
 ) -> MasterPlans | None:
     """Plan to read each weight and its master copy; None where no tensor has both.
 
+    Weights of which ranks hold copies are left out: those are compared with each other, and where
+    they differ a conversion takes one of them, or the mean.
+
     Args:
         catalog: The checkpoint.
         budget_nbytes: Most memory for plans and buffers.
@@ -82,7 +87,15 @@ def plan_masters(
     Raises:
         BudgetError: The budget is too small for any buffer.
     """
-    tensors = [tensor for tensor in catalog.tensors if _has_both(tensor, broken)]
+    are_copied: dict[Layout, bool] = {}
+    tensors = []
+    for tensor in catalog.tensors:
+        if _has_both(tensor, broken):
+            layout = tensor.states["weight"].layout
+            if layout not in are_copied:
+                are_copied[layout] = replication(layout)
+            if not are_copied[layout]:
+                tensors.append(tensor)
     if not tensors:
         return None
     workers = workers or max(1, min(default_workers(), budget_nbytes // (4 * scratch_nbytes)))
