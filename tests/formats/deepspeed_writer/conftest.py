@@ -58,7 +58,7 @@ def require_saved_again() -> Callable[[Path, Path], None]:
             content.get("optimizer_state_dict", {}).pop(key, None)
         if "module" in content:
             content["module"] = content["module"][1]
-        if "param_shapes" in content:
+        if content.get("param_shapes", (None, None))[1] is not None:
             content["param_shapes"] = [
                 {name: numbers for name, (_, numbers) in group.items()}
                 for _, group, *_ in content["param_shapes"][1]

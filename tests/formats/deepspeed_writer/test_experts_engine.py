@@ -36,6 +36,18 @@ def test_training_goes_on_bit_for_bit_on_more_ranks_and_on_fewer_again(
     require_saved_again(tmp_path / "two", tmp_path / "two again")
 
 
+def test_without_zero_every_expert_rank_has_an_optimizer_of_its_own(
+    engine, require_saved_again, shared: Path, tmp_path: Path
+) -> None:
+    source = shared / "checkpoints" / "mixtral_ep2_z1"
+
+    api.convert(source, tmp_path / "out", to="deepspeed", dp=4, ep=4, zero=0)
+
+    job = {**MIXTRAL, "world": 4, "ep": 4, "zero": 0}
+    engine(**job, load=tmp_path / "out", resave=tmp_path / "again")
+    require_saved_again(tmp_path / "out", tmp_path / "again")
+
+
 def test_an_engine_in_which_every_rank_has_all_experts_saves_again_what_it_was_given(
     engine, require_saved_again, shared: Path, tmp_path: Path
 ) -> None:

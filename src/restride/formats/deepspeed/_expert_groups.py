@@ -48,7 +48,7 @@ def regrouped(
     joined: list[ParameterGroup] = []
     for group in groups:
         if joined and _is_split(joined[-1], group, numels, before, most):
-            joined[-1] = replace(joined[-1], names=(*joined[-1].names, *group.names))
+            joined[-1] = _joined(joined[-1], group)
         else:
             joined.append(group)
     for group in joined:
@@ -58,8 +58,18 @@ def regrouped(
         settings = dict(group.settings)
         if settings.get(_NAME) == f"ep_size_{before}":
             settings[_NAME] = f"ep_size_{after}"
-        for names in _split(group.names, numels, after, most):
-            yield replace(group, names=names, settings=settings)
+        parts = _split(group.names, numels, after, most)
+        # What stood between the trained ones is in no part in particular.
+        listed = group.listed if len(parts) == 1 else None
+        for names in parts:
+            yield replace(group, names=names, settings=settings, listed=listed)
+
+
+def _joined(first: ParameterGroup, second: ParameterGroup) -> ParameterGroup:
+    listed = None
+    if first.listed is not None and second.listed is not None:
+        listed = (*first.listed, *second.listed)
+    return replace(first, names=(*first.names, *second.names), listed=listed)
 
 
 def _has_experts(group: ParameterGroup, numels: Mapping[str, int]) -> bool:

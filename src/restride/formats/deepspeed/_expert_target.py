@@ -105,6 +105,11 @@ class PlacedExperts:
         groups = regrouped(training.groups, numels, before=before, after=self.target.ep)
         return replace(training, groups=tuple(groups))
 
+    def held(self, name: str, cutter: int) -> range:
+        """Experts of a stacked parameter that an expert-parallel rank holds."""
+        count = self.layouts[name].full_shape[0] // self.target.ep
+        return range(cutter * count, (cutter + 1) * count)
+
     def without_second_names(self, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """The tensors of the source, by name, but for the second names of routers."""
         return {
@@ -170,12 +175,11 @@ def place_experts(
                 remedy="leave out --ep; tensor-parallel ranks cut experts as other weights",
             )
         return None
-    if target.tp > 1 or not target.zero:
-        what = f"{target.tp} tensor-parallel ranks" if target.tp > 1 else "ZeRO-0"
+    if target.tp > 1:
         raise UnsupportedError(
-            f"has experts of AutoEP, which cannot be written for {what}",
+            f"has experts of AutoEP, which cannot be written for {target.tp} tensor-parallel ranks",
             where=where,
-            remedy="choose --tp 1 and --zero 1, 2 or 3",
+            remedy="choose --tp 1",
         )
     tensors = {tensor.name: tensor for tensor in catalog.tensors}
     layers = tuple(_layers(training, target, tensors))

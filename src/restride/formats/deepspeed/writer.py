@@ -5,6 +5,8 @@
                                                                and without ZeRO its optimizer
     TAG/zero_pp_rank_D_mp_rank_TT_model_states.pt              ZeRO-3: the same of a (dp, tp) rank
     TAG/[bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt       optimizer of a (dp, tp) rank
+    TAG/layer_L_expert_E_mp_rank_00_model_states.pt            an expert of AutoEP, but at ZeRO-3
+    TAG/expp_rank_E_mp_rank_00_optim_states.pt                 without ZeRO: optimizer of its rank
 
 An engine with so many ranks and this ZeRO stage resumes from it with plain ``load_checkpoint``: no
 universal folder in between.
@@ -103,8 +105,8 @@ def lay_out(
     else:
         write_models(writing)
         write_partitions(writing)
-        if placed is not None:
-            write_expert_files(writing, placed)
+    if placed is not None and target.zero != _PARTITIONED_WEIGHTS:
+        write_expert_files(writing, placed)
     writing.output.add_file("latest", training.tag.encode())
     writing.findings.extend(findings_of(writing))
     return writing.output.finish(tuple(writing.findings))
