@@ -185,7 +185,7 @@ def test_another_job_is_refused_with_what_differs(tmp_path):
         assert f"remove {partial_folder(out)}, or start anew with --force" in str(error.value)
         return error.value.problem
 
-    assert "option states was 'weights' and is 'all'" in refusal(states="all")
+    assert "option states was None and is 'all'" in refusal(states="all")
     assert "option dtype was None and is 'float32'" in refusal(dtype="float32")
     assert "option replicas was 'check' and is 'first'" in refusal(replicas="first")
     os.utime(weights, ns=(1, 1))

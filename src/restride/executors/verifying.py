@@ -23,7 +23,7 @@ __all__ = ["Damage", "Extent", "digest_rows", "find_damage"]
 
 # Pieces that stay in the core's cache.
 _ROW_NBYTES: Final = 1 << 10
-_MOST_ROWS: Final = 256
+_MOST_ROWS: Final = 128
 _ROWS_SHARE: Final = 16
 # A pool of threads takes all that it is given at once.
 _AT_ONE_TIME: Final = 1024
@@ -68,7 +68,7 @@ def digest_rows(budget_nbytes: int, workers: int) -> int:
 
     Examples:
         >>> digest_rows(512 << 20, 4), digest_rows(1 << 20, 2)
-        (256, 1)
+        (128, 1)
     """
     rows = _MOST_ROWS
     while rows > 1 and workers * scratch_nbytes(rows) > budget_nbytes // _ROWS_SHARE:
