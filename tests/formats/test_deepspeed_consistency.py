@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from restride import api
+from restride.checkpoint.values import Constructed, GlobalName
 from restride.errors import CorruptError
 from restride.formats.deepspeed import read_catalog
 from restride.testing.saved_values import Array, edit_file
+from restride.testing.whole_files import rounded_run, write_whole_run
+from restride.testing.zero_files import Parameter, ZeroRun
+from restride.testing.zero_runs import distinct
 
 RECORDED = Path(__file__).parents[1] / "data" / "deepspeed"
 MODEL = "step/mp_rank_00_model_states.pt"
@@ -157,3 +161,65 @@ def test_a_configuration_that_is_no_dict_is_none(grouped):
     (found,) = findings(grouped, "run-mismatch")
 
     assert "and not" in found.message
+
+
+def scalar_of_numpy(content):
+    """A number as numpy pickles it: schedulers leave such learning rates."""
+    dtype = Constructed(GlobalName("numpy", "dtype"), ("f8", False, True), state=(3, "<"))
+    return Constructed(GlobalName("numpy.core.multiarray", "scalar"), (dtype, content))
+
+
+def test_learning_rates_of_numpy_are_compared_by_what_they_are(grouped):
+    for dp in range(3):
+        lr = scalar_of_numpy(bytes(8))
+        edit(grouped, rank(dp), lambda root, lr=lr: groups_of(root)[0].update(lr=lr))
+    assert not findings(grouped, "settings-mismatch")
+
+    lr = scalar_of_numpy(bytes(7) + b"\x40")
+    edit(grouped, rank(1), lambda root: groups_of(root)[0].update(lr=lr))
+
+    (found,) = findings(grouped, "settings-mismatch")
+    assert (found.where, found.details["keys"]) == (rank(1), ["lr"])
+
+
+def test_other_plain_numbers_of_a_group_are_compared(grouped):
+    for dp in range(3):
+
+        def count(root, dp=dp):
+            state = root["optimizer_state_dict"]["base_optimizer_state"]["state"]
+            state[1]["mu_product"] = 0.25 if dp == 2 else 0.5
+
+        edit(grouped, rank(dp), count)
+
+    (found,) = findings(grouped, "settings-mismatch")
+
+    assert (found.severity, found.where) == ("error", rank(2))
+    assert "'mu_product' of group 1 is 0.25 in" in found.message
+
+
+def test_a_rank_that_scales_or_clips_otherwise_is_told_of(grouped):
+    edit(grouped, rank(1), lambda root: root["optimizer_state_dict"].update(clip_grad=0.5))
+
+    (found,) = findings(grouped, "optimizer-mismatch")
+
+    assert (found.severity, found.where) == ("warning", rank(1))
+    assert found.details == {"keys": ["clip_grad"]}
+
+
+@pytest.mark.parametrize("kind", ["bare", "unfused", "flat"])
+def test_hyperparameters_without_zero_are_compared_over_the_model_files(tmp_path, kind):
+    arrays = {state: distinct((4, 3), 100) for state in ("fp32", "exp_avg")}
+    run = ZeroRun(1, 2, {"w": Parameter((4, 3), arrays, (0, (2, 2)))})
+    write_whole_run(tmp_path / "saved", rounded_run(run, kind), kind, has_names=True)
+    assert not findings(tmp_path / "saved", "settings-mismatch", "optimizer-mismatch")
+
+    def change(root):
+        optimizer = root["optimizer"]
+        optimizer.get("optimizer_state_dict", optimizer)["param_groups"][0]["lr"] = 0.75
+
+    edit(tmp_path / "saved", "step/mp_rank_01_model_states.pt", change)
+
+    (found,) = findings(tmp_path / "saved", "settings-mismatch")
+    assert "tp rank 1 has other settings for group 0" in found.message
+    with pytest.raises(CorruptError, match=r"lr is 0.75 and not 0.5"):
+        api.convert(tmp_path / "saved", tmp_path / "out", to="deepspeed", zero=1)

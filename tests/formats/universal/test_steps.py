@@ -118,3 +118,19 @@ def test_buffers_that_differ_between_ranks_are_not_chosen_silently(tmp_path):
     assert "replica-drift" in kinds(report)
     found = gather_all(api.open(tmp_path / "out"))
     assert found["mean/weight"].tobytes() == distinct((4,), 0).tobytes()
+
+
+def test_sub_groups_of_one_group_that_count_otherwise_are_refused(tmp_path):
+    """One of two steps would be lost: a group has one, in either shape and in sharded files."""
+    write_partitioned_run(tmp_path / "run", run_of(0, 0), sub_group_length=1)
+    api.convert(tmp_path / "run", tmp_path / "universal", to="universal")
+
+    def count(value):
+        for number, own in value["optimizer_state_dict"]["state"].items():
+            own["step"] = 3 + number
+
+    edit_file(tmp_path / "universal/step_universal/zero/optimizer_state.pt", count)
+
+    for wanted in ({"to": "universal"}, {"to": "deepspeed", "tp": 1, "dp": 1, "zero": 1}):
+        with pytest.raises(UnsupportedError, match=r"is 4, .*of the same group is 3"):
+            api.convert(tmp_path / "universal", tmp_path / "out", **wanted)

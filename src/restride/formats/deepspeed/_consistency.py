@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
-from restride.checkpoint.values import StoredTensor
+from restride.checkpoint.values import Constructed, StoredTensor
 from restride.formats.deepspeed._fields import shown
+from restride.formats.deepspeed._optimizer import CONSUMED_KEYS
+from restride.formats.deepspeed._whole_file import CONSUMED_KEYS as WHOLE_KEYS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from restride.checkpoint.catalog import Severity
     from restride.checkpoint.values import Value
@@ -27,6 +29,10 @@ _INFO: Final = "universal_checkpoint_info"
 # Beside the maps and categories that layouts are made of, and compared through.
 _INFO_KEYS: Final = ("universal_checkpoint_version", "original_vocab_size")
 _MOST_NAMED: Final = 3
+_STEP: Final = "step"
+_WRAPPED: Final = "optimizer_state_dict"
+_GROUPS: Final = "param_groups"
+_PARTS: Final = ("constructor", "args", "kwargs", "state", "items", "pairs")
 
 
 def find_contradictions(run: Run) -> Iterator[Finding]:
@@ -34,8 +40,10 @@ def find_contradictions(run: Run) -> Iterator[Finding]:
 
     Yields:
         ``run-mismatch``: a file is of another DeepSpeed or of a run with another configuration.
-        ``settings-mismatch``: the optimizer of a rank has other hyperparameters.
+        ``settings-mismatch``: the optimizer of a rank has other hyperparameters, or a state that is
+        one plain number for a group is another one.
         ``step-mismatch``: a rank counted other steps, where it counts in plain numbers.
+        ``optimizer-mismatch``: a rank scales or clips otherwise.
         ``group-mismatch``: a parameter is in another group on another tensor-parallel rank.
         ``info-mismatch``: ranks describe the model differently for universal checkpoints.
     """
@@ -45,6 +53,8 @@ def find_contradictions(run: Run) -> Iterator[Finding]:
     yield from _configurations(roots)
     yield from _settings(run)
     yield from _plain_steps(run)
+    yield from _plain_numbers(run)
+    yield from _scaling(run)
     yield from _groups(run)
     yield from _descriptions(run)
 
@@ -87,19 +97,62 @@ def _configurations(roots: Iterable[tuple[str, Field]]) -> Iterator[Finding]:
 def _settings(run: Run) -> Iterator[Finding]:
     """Hyperparameters of a parameter group are the same on all ranks."""
     first: dict[int, tuple[str, Mapping[str, Value]]] = {}
-    for zero in run.zeros.values():
-        for number, group in enumerate(zero.param_groups):
+    for file, rank, groups in _param_groups(run):
+        for number, group in enumerate(groups):
             entries = _entries(group)
             entries.pop("params", None)
-            name, known = first.setdefault(number, (zero.name, entries))
+            name, known = first.setdefault(number, (file, entries))
             keys = _different_keys(entries, known)
             if keys:
                 message = (
-                    f"the optimizer of {zero.rank_name} has other settings for group {number} in "
-                    f"{zero.name} than in {name}: {_told(keys, entries, known)}"
+                    f"the optimizer of {rank} has other settings for group {number} in "
+                    f"{file} than in {name}: {_told(keys, entries, known)}"
                 )
                 details = {"group": number, "keys": keys}
-                yield _of_optimizer(run, "settings-mismatch", message, zero.name, details)
+                yield _of_optimizer(run, "settings-mismatch", message, file, details)
+
+
+def _param_groups(run: Run) -> Iterator[tuple[str, str, Sequence[Field]]]:
+    """The parameter groups of each rank, with its file; without ZeRO they are in model files."""
+    for zero in run.zeros.values():
+        yield zero.name, zero.rank_name, zero.param_groups
+    for model in run.models:
+        if model.optimizer is not None:
+            groups = (model.optimizer.get(_WRAPPED) or model.optimizer).get(_GROUPS)
+            yield model.name, f"tp rank {model.tp}", groups.elements() if groups else ()
+
+
+def _plain_numbers(run: Run) -> Iterator[Finding]:
+    """Other states that are one plain number for a group."""
+    first: dict[tuple[int, str], tuple[str, Field]] = {}
+    for zero in run.zeros.values():
+        for number, group in zip(zero.parents, zero.groups, strict=True):
+            for key, entry in group.others.items():
+                name, known = first.setdefault((number, key), (zero.name, entry))
+                if key != _STEP and _differ(entry.value, known.value):
+                    message = (
+                        f"state {key!r} of group {number} is {shown(entry.value)} in {zero.name} "
+                        f"and {shown(known.value)} in {name}"
+                    )
+                    yield _of_optimizer(run, "settings-mismatch", message, zero.name, {})
+
+
+def _scaling(run: Run) -> Iterator[Finding]:
+    """What the optimizer has for all parameters: all ranks scale the loss and clip alike."""
+    first: tuple[str, Mapping[str, Value]] | None = None
+    roots = [(zero.name, zero.state, CONSUMED_KEYS) for zero in run.zeros.values()]
+    roots += [(m.name, m.optimizer, WHOLE_KEYS) for m in run.models if m.optimizer is not None]
+    for name, state, consumed in roots:
+        entries = {key: value for key, value in _entries(state).items() if key not in consumed}
+        if first is None:
+            first = name, entries
+        keys = _different_keys(entries, first[1])
+        if keys:
+            message = (
+                f"the optimizer in {name} is not in the state of that in {first[0]}, which is "
+                f"taken for all: {_told(keys, entries, first[1])}"
+            )
+            yield Finding("warning", "optimizer-mismatch", message, name, {"keys": keys})
 
 
 def _plain_steps(run: Run) -> Iterator[Finding]:
@@ -203,4 +256,6 @@ def _differ(a: object, b: object) -> bool:
         return a.keys() != b.keys() or any(_differ(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) != len(b) or any(map(_differ, a, b))
+    if isinstance(a, Constructed) and isinstance(b, Constructed):
+        return any(_differ(getattr(a, part), getattr(b, part)) for part in _PARTS)
     return bool(a != b) and not (a != a and b != b)  # noqa: PLR0124 - NaN

@@ -98,12 +98,19 @@ def _in_order(models: ModelFiles, tp: int) -> list[list[str]]:
 
 def _of_parts(parts: Sequence[Mapping[str, Field]]) -> dict[str, Value]:
     """States of the sub-groups of one group that are no arrays."""
-    return {
-        key: entry.value
-        for part in parts
-        for key, entry in part.items()
-        if not isinstance(entry.value, StoredTensor)
-    }
+    found: dict[str, Field] = {}
+    for part in parts:
+        for key, entry in part.items():
+            if isinstance(entry.value, StoredTensor):
+                continue
+            first = found.setdefault(key, entry)
+            if type(entry.value) in {int, float} and entry.value != first.value:
+                raise UnsupportedError(
+                    f"is {entry.value!r}, {first.where} of the same group is {first.value!r}",
+                    where=entry.where,
+                    remedy="convert a folder whose parameters were all trained alike",
+                )
+    return {key: entry.value for key, entry in found.items()}
 
 
 def _steps(folder: Path, names: Sequence[str]) -> dict[str, Value]:
