@@ -302,6 +302,21 @@ def test_a_number_never_gets_a_wrong_name(data):
             assert name == f"p{n}" or (not is_ordered and name in found.by_order)
 
 
+def test_a_group_out_of_order_casts_doubt_on_the_others():
+    """Scripts that deal parameters out from a set do so for all groups."""
+    model = [Candidate(name, name) for name in "abc"]
+    model += [Candidate(f"norm.{n}", "norm") for n in range(2)]
+    first = [Slot(name, frozenset({name})) for name in "cab"]
+    second = [Slot(f"{n}", frozenset({"norm"})) for n in range(2)]
+
+    found = match(model, [first, second], [None, None])
+
+    assert found == Unmatched(
+        "group 0 is not in the order of the model, and nothing else tells norm.0 and norm.1 apart"
+    )
+    assert isinstance(match(model[:3], [first], [None]), Matched)
+
+
 def test_a_group_in_order_without_doubles_is_matched_where_another_group_is_not():
     found = match(
         [Candidate("a", 1), Candidate("b", 2), Candidate("c", 2)],

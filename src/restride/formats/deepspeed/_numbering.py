@@ -7,7 +7,7 @@ one shape would look like a checkpoint. So a number is matched by what identifie
 *token*: the shape, and, where there are master weights, what they round to in the weights' dtype.
 
 Parameters with the same token are told apart by their order in the model, and only where all of
-them are in one group, none is left over, and nothing else in that group is out of order.
+them are in one group, none is left over, and nothing in any group is out of order.
 """
 
 from __future__ import annotations
@@ -169,13 +169,13 @@ def _match_tokens(
         for number, group in enumerate(groups)
     )
     by_order = _ambiguous([candidates[position] for position in positions.values()])
-    for number, group in enumerate(groups):
+    for number, group in enumerate(groups if by_order else ()):
         own = [positions[number, i] for i in range(len(group)) if (number, i) in positions]
-        ordered = [candidates[position].name for position in own]
-        if by_order.intersection(ordered) and any(b < a for a, b in pairwise(own)):
+        if any(later < earlier for earlier, later in pairwise(own)):
+            names = [own.name for own in candidates if own.name in by_order]
             return Unmatched(
                 f"group {number} is not in the order of the model, and nothing else tells "
-                f"{_listed(sorted(by_order.intersection(ordered)))} apart"
+                f"{_listed(names)} apart"
             )
     return Matched(found, by_order)
 
