@@ -36,6 +36,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "layers": ("embed", "block", "function", "block", "norm", "embed_as_head"),
         "config": {"zero_optimization": {"stage": 1}, **BF16},
     },
+    # On three ranks, the first stage cuts the embedding in two, and the last does not cut it.
+    "uneven_z1": {
+        "pp": 2,
+        "dp": 3,
+        "layers": ("embed", "block", "block", "norm", "embed_as_head"),
+        "config": {"zero_optimization": {"stage": 1}, **BF16},
+    },
     # In bf16 the optimizer of a pipeline saves files of ZeRO without ZeRO, and the models no shape.
     "bf16_z0": {
         "pp": 3,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from restride import api
+from restride.errors import ReplicaError
 from restride.testing.gather import gather_all
 
 from .test_universal import PEER, environment, files_below, require_same
@@ -17,12 +18,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.interop
 
+TIED = "tied_modules.embed.weight"
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "data" / "deepspeed_pipeline"
 CONVERTED = ["shared_z1", "tensor_z1", "tied_z1"]
 # The last stage stops the peer: it looks for the shapes in the model files, and the file of
 # BF16_Optimizer without ZeRO has them in the optimizer files.
 REFUSED = "bf16_z0"
+# Its stages hold different copies of a tied layer: see below.
+DRIFTED = "uneven_z1"
 RESUME = """
 import sys
 from pathlib import Path
@@ -41,7 +45,7 @@ if __name__ == "__main__":
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What DeepSpeed's own converter makes of pipelines."""
     out = tmp_path_factory.mktemp("peer")
-    sources = [RECORDED / name for name in (*CONVERTED, REFUSED)]
+    sources = [RECORDED / name for name in (*CONVERTED, REFUSED, DRIFTED)]
     command = [sys.executable, "-c", PEER, out, out / "failed.json", *sources]
     subprocess.run(command, check=True, capture_output=True, env=environment())
     return out
@@ -63,6 +67,28 @@ def test_every_tensor_of_every_stage_is_that_of_the_peer(
     frozen = {tensor.name for tensor in api.open(RECORDED / name).tensors if tensor.is_frozen}
     added = files_below(ours) - files_below(theirs)
     assert added == {f"zero/{tensor}/fp32.pt" for tensor in frozen}
+
+
+def test_of_copies_that_drifted_the_peer_takes_the_one_that_it_reads_last(
+    peer: Path, tmp_path: Path
+) -> None:
+    """It says nothing. The fragments of both stages have the same names, and replace each other."""
+    with pytest.raises(ReplicaError):
+        api.convert(RECORDED / DRIFTED, tmp_path / "checked", to="universal")
+    states = ["fp32", "exp_avg", "exp_avg_sq"]
+    theirs = [peer / DRIFTED / "step" / "zero" / TIED / f"{state}.pt" for state in states]
+
+    same = {}
+    for stage in range(2):
+        out = tmp_path / str(stage)
+        api.convert(RECORDED / DRIFTED, out, to="universal", replicas=f"pp={stage}")
+        ours = [out / "step_universal" / "zero" / TIED / f"{state}.pt" for state in states]
+        same[stage] = all(
+            torch.equal(torch.load(one)["param"], torch.load(other)["param"])
+            for one, other in zip(ours, theirs, strict=True)
+        )
+
+    assert same == {0: False, 1: True}
 
 
 def test_what_the_peer_cannot_convert_is_converted(peer: Path, tmp_path: Path) -> None:
