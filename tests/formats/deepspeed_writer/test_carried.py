@@ -127,6 +127,24 @@ def test_a_parameter_that_a_rank_has_nothing_of_is_named_with_the_frozen_ones_th
     assert all(np.array_equal(found[key], array) for key, array in expected.items())
 
 
+def test_an_optimizer_without_zero_has_empty_states_of_what_a_rank_has_nothing_of(tmp_path):
+    run = small_run(dp=2)
+    run.parameters["k.weight"] = parameter((4, 3), 9000, (0, (4, 0)))
+    write_zero_run(tmp_path / "run", run)
+
+    _, step = convert(tmp_path, dp=1, zero=0)
+
+    values = [open_torch_zip(path).value for path in sorted(step.glob("mp_rank_*"))]
+    moments = [
+        [state["exp_avg"].shape for state in value["optimizer"]["state"].values()]
+        for value in values
+    ]
+    assert moments == [[(2, 3), (3,), (4, 3)], [(2, 3), (3,), (0, 3)]]
+    expected, found = (gather_all(api.open(tmp_path / name)) for name in ("run", "out"))
+    of_optimizer = {key: array for key, array in expected.items() if not key.endswith("/fp32")}
+    assert all(np.array_equal(found[key], array) for key, array in of_optimizer.items())
+
+
 def test_a_parameter_without_elements_keeps_its_shape(tmp_path):
     write_zero_run(tmp_path / "run", small_run(tp=1))
 
