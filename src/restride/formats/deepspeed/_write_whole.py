@@ -21,6 +21,8 @@ from restride.formats.deepspeed._settings import is_bf16, is_enabled
 from restride.formats.deepspeed._write_groups import scalar_states, states_of
 from restride.formats.deepspeed._write_model import common_entries, module_of
 from restride.formats.deepspeed._writing import FP32, WEIGHT, keyed, optimizer_key
+from restride.formats.deepspeed.target import DeepSpeedTarget
+from restride.layouts.gathered import experts
 from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from restride.algebra.layout import Shape
     from restride.checkpoint.training import ParameterGroup
     from restride.checkpoint.values import Value
+    from restride.formats.deepspeed._expert_target import PlacedExperts
     from restride.formats.deepspeed._writing import Writing
     from restride.storage.torch_output import OutputArray
 
@@ -70,18 +73,84 @@ def write_whole(writing: Writing) -> None:
     weights = {
         name: writing.output.array(selected, writing.layouts[name])
         for name, selected in writing.weights.items()
+        if not writing.is_expert(name)
     }
-    parts = {
+    if writing.experts is not None:
+        _write_copies(writing, writing.experts, kind, weights)
+        return
+    parts = _parts(writing, kind)
+    for tp in range(writing.target.tp):
+        optimizer = _Optimizer(writing, kind, tp, parts, FileDraft(writing.model_name(tp)))
+        _add_model(writing, weights, optimizer, tp)
+    if kind == "bare":
+        writing.findings.extend(_unlisted(writing))
+
+
+def _write_copies(
+    writing: Writing,
+    placed: PlacedExperts,
+    kind: _Kind,
+    weights: Mapping[str, OutputArray],
+) -> None:
+    """Add one optimizer for each expert-parallel rank, and that of the first in the model file.
+
+    The engine looks for its own, ``expp_rank_E_mp_rank_00_optim_states.pt``, which has all other
+    parameters as well (deepspeed 0.19.8 `runtime/engine.py`, `_save_moe_checkpoint`). So the files
+    are ranks here, over which the experts are placed and everything else is replicated.
+    """
+    cutters = (0, *range(placed.spread.cutters))
+    files = DeepSpeedTarget(tp=len(cutters), dp=1, zero=0)
+    layouts = {
+        name: experts(
+            layout.full_shape,
+            mesh=files.tp_mesh,
+            placement=[placed.held(name, cutter) for cutter in cutters],
+        )
+        if writing.is_expert(name)
+        else replicated(layout.full_shape, mesh=files.tp_mesh)
+        for name, layout in writing.layouts.items()
+    }
+    copies = replace(writing, layouts=layouts, target=files)
+    parts = _parts(copies, kind)
+    model = FileDraft(writing.model_name(0))
+    _add_model(writing, weights, _Optimizer(copies, kind, 0, parts, model), 0)
+    for number in range(1, len(cutters)):
+        name = f"expp_rank_{number - 1}_mp_rank_00_optim_states.pt"
+        draft = FileDraft(f"{writing.training.tag}/{name}")
+        optimizer = _Optimizer(copies, kind, number, parts, draft)
+        writing.output.add(draft, {"optimizer": optimizer.state()})
+
+
+def _add_model(
+    writing: Writing, weights: Mapping[str, OutputArray], optimizer: _Optimizer, tp: int
+) -> None:
+    """Add the model file of a tensor-parallel rank."""
+    draft, rank = optimizer.draft, writing.source_rank(0, tp, dp_size=1)
+    made = optimizer.joined(weights)
+    for name, array in weights.items():
+        if name not in made:
+            made[name] = draft.tensor(array, tp)
+    entries: dict[Value, Value] = {
+        "module": module_of(writing, rank, made.__getitem__),
+        "param_shapes": None,
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        **common_entries(writing, rank, tp),
+        "shared_params": None,
+        "optimizer": optimizer.state(),
+    }
+    if writing.experts is not None:
+        entries |= writing.experts.entries(0)
+    writing.output.add(draft, entries)
+
+
+def _parts(writing: Writing, kind: _Kind) -> dict[str, _Part]:
+    return {
         # A flat buffer has one step, so only the first of a group needs to have it.
         name: _part(writing, name, kind, has_scalars=kind != "flat" or not place)
         for number, group in enumerate(writing.training.groups)
         for place, name in enumerate(_checked(writing, number, group, kind))
     }
-    for tp in range(writing.target.tp):
-        file = _File(writing, kind, tp, parts)
-        file.add(weights)
-    if kind == "bare":
-        writing.findings.extend(_unlisted(writing))
 
 
 def _kind(writing: Writing) -> _Kind:
@@ -149,38 +218,39 @@ def _part(writing: Writing, name: str, kind: _Kind, *, has_scalars: bool) -> _Pa
     return _Part(arrays, scalars, holders)
 
 
-class _File:
-    """The model file of one tensor-parallel rank."""
+class _Optimizer:
+    """The optimizer of one rank, in a file.
 
-    def __init__(self, writing: Writing, kind: _Kind, tp: int, parts: Mapping[str, _Part]) -> None:
+    Attributes:
+        draft: The file.
+    """
+
+    def __init__(
+        self,
+        writing: Writing,
+        kind: _Kind,
+        tp: int,
+        parts: Mapping[str, _Part],
+        draft: FileDraft,
+    ) -> None:
         self._writing = writing
         self._kind = kind
         self._tp = tp
         self._parts = parts
         self._rank = writing.source_rank(0, tp, dp_size=1)
-        self._draft = FileDraft(writing.model_name(tp))
+        self.draft = draft
 
-    def add(self, weights: Mapping[str, OutputArray]) -> None:
-        """Add the file to the output."""
+    def joined(self, weights: Mapping[str, OutputArray]) -> dict[str, StoredTensor]:
+        """Weights as views of the buffers of their groups, where the class makes them so."""
         made: dict[str, StoredTensor] = {}
         if self._kind == "flat":
             for group in self._writing.training.groups:
-                made |= dict(self._joined(group, weights))
-        for name, array in weights.items():
-            if name not in made:
-                made[name] = self._draft.tensor(array, self._tp)
-        entries: dict[Value, Value] = {
-            "module": module_of(self._writing, self._rank, made.__getitem__),
-            "param_shapes": None,
-            "frozen_param_shapes": None,
-            "frozen_param_fragments": None,
-            **common_entries(self._writing, self._rank, self._tp),
-            "shared_params": None,
-            "optimizer": self._optimizer(),
-        }
-        self._writing.output.add(self._draft, entries)
+                if all(name in weights for name in group.names):
+                    made |= dict(self._joined(group, weights))
+        return made
 
-    def _optimizer(self) -> Value:
+    def state(self) -> Value:
+        """The state of the optimizer, as its class saves it."""
         groups = self._writing.training.groups
         state: dict[Value, Value] = {}
         settings: list[Value] = []
@@ -223,11 +293,11 @@ class _File:
             if name in trained:
                 part = self._parts[name]
                 own = {
-                    optimizer_key(state): self._draft.tensor(array, part.holders.index(self._tp))
+                    optimizer_key(state): self.draft.tensor(array, part.holders.index(self._tp))
                     for state, array in part.scalars.items()
                 }
                 own |= {
-                    optimizer_key(state): self._draft.tensor(array, self._tp)
+                    optimizer_key(state): self.draft.tensor(array, self._tp)
                     for state, array in part.arrays.items()
                     if state != FP32
                 }
@@ -237,7 +307,7 @@ class _File:
     def _flat_state(self, group: ParameterGroup) -> dict[Value, Value]:
         first = self._parts[group.names[0]]
         own: dict[Value, Value] = {
-            optimizer_key(state): self._draft.tensor(array, self._tp)
+            optimizer_key(state): self.draft.tensor(array, self._tp)
             for state, array in first.scalars.items()
         }
         for state in first.arrays:
@@ -251,7 +321,7 @@ class _File:
         if self._kind == "flat":
             return self._flat(group, FP32)
         return [
-            self._draft.tensor(self._parts[name].arrays[FP32], self._tp)
+            self.draft.tensor(self._parts[name].arrays[FP32], self._tp)
             for name in self._writing.members(group, self._tp)
         ]
 
@@ -280,11 +350,11 @@ class _File:
                 remedy="choose fewer tensor-parallel ranks",
             )
         dtype = arrays[next(iter(members))].selected.dtype
-        flat = self._draft.buffer(dtype, sum(map(prod, members.values())))
+        flat = self.draft.buffer(dtype, sum(map(prod, members.values())))
         places: dict[str, tuple[int, Shape]] = {}
         start = 0
         for name, shape in members.items():
-            self._draft.put(flat, arrays[name], self._tp, start)
+            self.draft.put(flat, arrays[name], self._tp, start)
             places[name] = start, shape
             start += prod(shape)
         return flat, places
