@@ -115,7 +115,7 @@ def prepare(
     spots = () if only_weights else tuple(spot_check_masters(catalog, budget_nbytes=budget))
     require_sound(spots, only_weights=only_weights)
     options = {**asdict(wanted), "replicas": replicas}
-    first = describe_job(catalog, export.output, task.plan, options)
+    first = describe_job(catalog, reader, export.output, task.plan, options)
     return Prepared(catalog, reader, export, decided, task, first, spots)
 
 

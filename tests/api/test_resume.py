@@ -191,6 +191,14 @@ def test_another_job_is_refused_with_what_differs(tmp_path):
     os.utime(weights, ns=(1, 1))
     assert f"source file {name} was written to since then" in refusal()
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    optimizer = next(source.rglob("*optim_states.pt"))
+    content, status = optimizer.read_bytes(), optimizer.stat()
+    optimizer.write_bytes(content[:-1000].replace(b"\x3c", b"\x3d") + content[-1000:])
+    os.utime(optimizer, ns=(status.st_atime_ns, status.st_mtime_ns))
+    name = optimizer.relative_to(source)
+    assert f"source file {name} has other bytes, with the same time of change" in refusal()
+    optimizer.write_bytes(content)
+    os.utime(optimizer, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert api.convert(source, out, resume=True).resumed_nbytes > 0
 
 

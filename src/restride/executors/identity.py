@@ -15,30 +15,42 @@ if TYPE_CHECKING:
 
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.output import Output
+    from restride.executors.sources import CatalogReader
     from restride.planning.plan import Plan
     from restride.storage.journal import Record
 
 __all__ = ["describe_job", "differs_from", "job_digest", "package_version"]
 
 _MOST_SHOWN: Final = 60
+_PIECES: Final = 4
+_PIECE_NBYTES: Final = 4096
 
 
 def describe_job(
-    catalog: Catalog, output: Output, plan: Plan, options: Mapping[str, object]
+    catalog: Catalog,
+    reader: CatalogReader,
+    output: Output,
+    plan: Plan,
+    options: Mapping[str, object],
 ) -> Record:
     """The first record of a journal.
 
-    Nothing is read for it: a source file is known by its name, its size and the time of its last
-    change, and what its headers said is part of the plan.
+    A source file is known by its name, its size, the time of its last change, and a few pieces of
+    it: not every tool that puts files in place sets a time. What the headers said is part of the
+    output and the plan.
 
     Args:
         catalog: What is read.
+        reader: Its files.
         output: The files to write, with all that is fixed in them.
         plan: What moves.
         options: What the user chose, as JSON values.
 
     Raises:
-        ExecutionError: A source file is not there.
+        ExecutionError: A source file is not there, or cannot be read.
+
+    Cost:
+        Four small reads of each source file.
     """
     return {
         "format": "restride-journal/1",
@@ -46,7 +58,10 @@ def describe_job(
         "nbytes": plan.total_nbytes,
         "version": package_version(),
         "options": json.loads(json.dumps(dict(options), default=str)),
-        "source": {file.name: _stamp(catalog.root, file.name) for file in catalog.files},
+        "source": {
+            file.name: [*_stamp(catalog.root, file.name), _sample(reader, number, file.nbytes)]
+            for number, file in enumerate(catalog.files)
+        },
         "output": _digest_of(output, plan),
     }
 
@@ -103,8 +118,10 @@ def _change(then: object, now: object) -> str:
             return "was not there"
         case _, None:
             return "is not there any more"
-        case [int(before), _], [int(after), _] if before != after:
+        case [int(before), *_], [int(after), *_] if before != after:
             return f"had {before} bytes and has {after}"
+        case [*then_stamp, _], [*now_stamp, _] if then_stamp == now_stamp:
+            return "has other bytes, with the same time of change"
     return "was written to since then"
 
 
@@ -115,6 +132,17 @@ def _stamp(root: str, name: str) -> list[int]:
     except OSError as error:
         raise ExecutionError(f"cannot be looked at ({error.strerror})", where=path) from error
     return [status.st_size, status.st_mtime_ns]
+
+
+def _sample(reader: CatalogReader, number: int, nbytes: int) -> str:
+    """Digest of some pieces of a file, evenly spread, the first and the last bytes among them."""
+    piece = bytearray(min(_PIECE_NBYTES, nbytes))
+    digest = blake2b(digest_size=16)
+    for place in range(_PIECES):
+        start = place * (nbytes - len(piece)) // (_PIECES - 1)
+        reader.read_into(number, start, memoryview(piece))
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def _digest_of(output: Output, plan: Plan) -> str:
