@@ -172,27 +172,25 @@ def open_stages(root: Path, *, has_weights: bool = True) -> tuple[Run, ...]:
     opened = _open_models(folder, files)
     grid = find_grid(folder, opened)
     own = [model for model in opened if model.mp < grid.size]
-    said = agreed(((model.count("dp_world_size"), model.name) for model in own), "dp_world_size")
-    dp_size = said or 1 + max(_data_ranks(folder), default=0)
-    if dp_size * grid.size > _MOST_RANKS:
-        raise CorruptError(
-            f"dp_world_size is {dp_size} with {grid.size} model-parallel ranks, no run has more "
-            f"than {_MOST_RANKS} ranks",
-            where=str(folder.path),
-        )
+    dp_size = _data_size(folder, grid, own)
     findings = list(_strangers(opened, grid, folder, dp_size))
     own = [model for model in own if model.dp is None or model.dp < dp_size]
-    chosen = sorted(_choose(folder, own[0].root if own else None, grid.size, dp_size).items())
     zeros = {
-        rank: read_zero_file(
-            files.open(file.name), folder.below + file.name, file.dp, file.mp % grid.tp_size
+        (dp, mp): read_zero_file(
+            files.open(file.name), folder.below + file.name, dp, mp % grid.tp_size
         )
-        for rank, file in chosen
+        for (dp, mp), file in sorted(_choose(folder, own, grid.size, dp_size).items())
     }
-    stages = read_stages(folder, files.open, grid, own, zeros, has_weights=has_weights)
     stage = agreed(((zero.stage, zero.name) for zero in zeros.values()), "zero_stage")
-    runs = tuple(
-        Run(
+    runs: list[Run] = []
+    stages = read_stages(folder, files.open, grid, own, zeros, has_weights=has_weights)
+    for pipe, read in enumerate(stages):
+        held = {
+            (dp, mp % grid.tp_size): zero
+            for (dp, mp), zero in zeros.items()
+            if mp // grid.tp_size == pipe
+        }
+        run = Run(
             root,
             folder,
             files,
@@ -200,23 +198,30 @@ def open_stages(root: Path, *, has_weights: bool = True) -> tuple[Run, ...]:
             grid.tp_size,
             read.models,
             read.partitioned,
-            {
-                (dp, mp % grid.tp_size): zero
-                for (dp, mp), zero in zeros.items()
-                if mp // grid.tp_size == pipe
-            },
+            held,
             stage,
             findings,
             pipe,
             read.layers.copies if read.layers else {},
             frozenset(read.layers.elsewhere) if read.layers else frozenset(),
         )
-        for pipe, read in enumerate(stages)
-    )
-    for run in runs:
         _check_stage(run)
         findings.extend(_missing(run, has_optimizer=bool(zeros)))
-    return runs
+        runs.append(run)
+    return tuple(runs)
+
+
+def _data_size(folder: TagFolder, grid: Grid, opened: Sequence[OpenedModel]) -> int:
+    """Count the data-parallel ranks: what the model files say, or what the names of files do."""
+    said = agreed(((model.count("dp_world_size"), model.name) for model in opened), "dp_world_size")
+    size = said or 1 + max(_data_ranks(folder), default=0)
+    if size * grid.size > _MOST_RANKS:
+        raise CorruptError(
+            f"dp_world_size is {size} with {grid.size} model-parallel ranks, no run has more than "
+            f"{_MOST_RANKS} ranks",
+            where=str(folder.path),
+        )
+    return size
 
 
 def _open_models(folder: TagFolder, files: FileTable) -> list[OpenedModel]:
@@ -256,7 +261,7 @@ def _data_ranks(folder: TagFolder) -> Iterable[int]:
 
 
 def _choose(
-    folder: TagFolder, model: Field | None, mp_size: int, dp_size: int
+    folder: TagFolder, opened: Sequence[OpenedModel], mp_size: int, dp_size: int
 ) -> dict[tuple[int, int], OptimizerFile]:
     """Pick the optimizer file of each rank; the precision of the run decides between prefixes."""
     found: dict[tuple[int, int], list[OptimizerFile]] = defaultdict(list)
@@ -265,7 +270,7 @@ def _choose(
             found[file.dp, file.mp].append(file)
     chosen: dict[tuple[int, int], OptimizerFile] = {}
     for rank, files in found.items():
-        wanted = [file for file in files if file.prefix == _prefix(model)]
+        wanted = [file for file in files if file.prefix == _prefix(opened)]
         picked = files if len(files) == 1 else wanted
         if len(picked) != 1:
             raise CorruptError(
@@ -278,9 +283,9 @@ def _choose(
     return chosen
 
 
-def _prefix(model: Field | None) -> str:
+def _prefix(opened: Sequence[OpenedModel]) -> str:
     """Prefix that a run with this configuration writes (deepspeed 0.19.8 `runtime/engine.py`)."""
-    return "bf16_" if model is not None and is_bf16(model.get("ds_config")) else ""
+    return "bf16_" if opened and is_bf16(opened[0].root.get("ds_config")) else ""
 
 
 def _strangers(
