@@ -16,6 +16,7 @@ asked is asked; a cell fails if one of it differs.
 
     python scripts/matrix.py                     all of it, and write the table
     python scripts/matrix.py --only 'llama.*'    sources whose name matches; write nothing
+    python scripts/matrix.py --keep FILE         keep rows, and do not run what is kept again
 """
 
 from __future__ import annotations
@@ -322,12 +323,18 @@ def targets_of(source: Source) -> tuple[Shape, ...]:
     return DENSE
 
 
-def run(sources: list[Source], shapes: tuple[Shape, ...] | None = None) -> list[Row]:
+def run(
+    sources: list[Source], shapes: tuple[Shape, ...] | None = None, keep: Path | None = None
+) -> list[Row]:
     """Run the cases of these sources, by default each with all its targets."""
+    kept = json.loads(keep.read_text("utf-8")) if keep and keep.exists() else {}
     rows = []
     with tempfile.TemporaryDirectory() as extensions:
         engine = Engine(Path(extensions))
         for source in sources:
+            if source.name in kept:
+                rows.append(Row(source, **kept[source.name]))
+                continue
             with tempfile.TemporaryDirectory() as folder:
                 case = Case(engine, source, Path(folder))
                 rows.append(case.row)
@@ -340,6 +347,9 @@ def run(sources: list[Source], shapes: tuple[Shape, ...] | None = None) -> list[
                     case.resume(shape)
                     seconds = time.perf_counter() - started
                     print(f"  {shape}: {case.row.cells[str(shape)]} ({seconds:.1f} s)", flush=True)
+            kept[source.name] = {"peer": case.row.peer, "cells": case.row.cells}
+            if keep:
+                keep.write_text(json.dumps(kept, indent=1), "utf-8")
         engine.close()
     return rows
 
@@ -367,9 +377,10 @@ def table(rows: list[Row]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Resume with the real engine, and compare.")
     parser.add_argument("--only", metavar="PATTERN", help="sources whose name matches")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="rows that were run before")
     options = parser.parse_args()
     chosen = [s for s in SOURCES if not options.only or re.search(options.only, s.name)]
-    rows = run(chosen)
+    rows = run(chosen, keep=options.keep)
     if not options.only:
         TABLE.write_text(table(rows), "utf-8")
     failed = [cell for row in rows for cell in row.cells.values() if cell.startswith("FAILED")]
