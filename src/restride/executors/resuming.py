@@ -66,7 +66,6 @@ def take_up(
     noted = {(block.region, block.number): block for block in _noted(place.records, blocks.regions)}
     drift = noted_drift(place.records)
     count = len(noted)
-    _leave_out_incomplete(noted, drift, blocks.regions)
     paths = [os.path.join(place.files.path, file.name) for file in output.files]  # noqa: PTH118
     places = list(noted)
     extents = (
