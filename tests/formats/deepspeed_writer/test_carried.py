@@ -265,6 +265,24 @@ def test_what_no_longer_fits_the_configuration_is_told_of_and_left_alone(tmp_pat
     assert "2 a rank * 2 accumulation steps * 3 data-parallel ranks" in message
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"train_batch_size": 10**600, "zero_optimization": {"stage": 10**600}},
+        {"zero_optimization": [], "tensor_parallel": 3, "bf16": "yes", "train_batch_size": "auto"},
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": [10**600]}},
+    ],
+    ids=["numbers", "types", "names"],
+)
+def test_a_configuration_of_nonsense_decides_nothing(tmp_path, config):
+    write_zero_run(tmp_path / "run", small_run())
+    edit_models(tmp_path / "run", lambda value, _: value.update(ds_config=config))
+
+    _, step = convert(tmp_path, tp=1, dp=1)
+
+    assert len(list(step.iterdir())) == 2
+
+
 # The optimizer.
 
 

@@ -29,6 +29,8 @@ _BATCH_KEYS: Final = (
 _GRADIENTS: Final = 2
 _PARTITIONED_WEIGHTS: Final = 3
 _MOST_KEYS: Final = 8
+# Of numbers beyond it nothing is computed, and Python does not print the largest.
+_LARGEST: Final = 1 << 62
 
 
 def findings_of(writing: Writing) -> Iterator[Finding]:
@@ -80,7 +82,7 @@ def _batch(writing: Writing) -> Iterator[Finding]:
     if config is None or not config.is_mapping:
         return
     numbers = [entry.value if (entry := config.get(key)) else None for key in _BATCH_KEYS]
-    total, micro, steps = (n if isinstance(n, int) and n > 0 else None for n in numbers)
+    total, micro, steps = (n if isinstance(n, int) and 0 < n <= _LARGEST else None for n in numbers)
     if total is None:
         return
     micro, steps = micro or 1, steps or 1
