@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._run import Run
 
-__all__ = ["Companions", "read_companions", "read_geometry"]
+__all__ = ["Companions", "described_shapes", "read_companions", "read_geometry"]
 
 _INFO: Final = "universal_checkpoint_info"
 _SUB_PARAMS: Final = "parameter_with_sub_params"
@@ -95,6 +95,20 @@ def read_companions(run: Run, catalog: Catalog, training: Training) -> Companion
         shapes=dict(marks.shapes(shapes)),
         experts=experts,
     )
+
+
+def described_shapes(run: Run, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Shapes that parameters have in a universal folder, where these are not their own.
+
+    Args:
+        run: The model files.
+        shapes: Shape of each parameter, by name.
+
+    Raises:
+        FormatError: The model files describe parameters in another way than they must.
+        CorruptError: What they say does not fit the shapes.
+    """
+    return dict(_Marks(run.models[0], {}).shapes(shapes))
 
 
 def read_geometry(state: Field, dp_size: int) -> dict[str, Value]:

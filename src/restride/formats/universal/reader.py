@@ -24,6 +24,7 @@ from restride.checkpoint.catalog import (
 )
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, ExecutionError, FormatError, UnsupportedError
+from restride.formats.deepspeed.companions import described_shapes
 from restride.formats.deepspeed.model_files import read_model_files
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
 from restride.formats.universal._values import read_values
@@ -155,6 +156,8 @@ class _Reader:
         self._models = models
         self.files: list[FileEntry] = list(models.files if models else ())
         self.findings: list[Finding] = list(models.findings if models else ())
+        self._described = _described(models)
+        self._files: dict[str, set[str]] = {}  # states that have a file, by parameter
         self.optimizer = self._read_optimizer()
         self._group_states = dict(self._of_groups())
 
@@ -183,6 +186,24 @@ class _Reader:
             named = ", ".join(map(repr, sorted(missing)[:_MOST_NAMED]))
             message = f"{len(missing)} of {len(trained)} parameters have no folder: {named}"
             self._tell("error", "missing-file", message, min(missing))
+        self._tell_of_lost_states()
+
+    def _tell_of_lost_states(self) -> None:
+        """Tell of parameters that have some states of their group, and not all of them."""
+        trained = self._models.trained if self._models else ()
+        for names in (names for groups in trained for names in groups):
+            known = {name: self._files[name] for name in names if name in self._files}
+            every = dict.fromkeys(state for states in known.values() for state in states)
+            for name, states in known.items():
+                lost = [state for state in every if state not in states]
+                if lost and states - {_MASTER}:
+                    del self._files[name]  # other ranks name it again
+                    other = next(other for other, own in known.items() if lost[0] in own)
+                    message = (
+                        f"{self._below}{name} has no {', '.join(lost)}, which {other!r} of the "
+                        "same group has"
+                    )
+                    self._tell("warning", "missing-state", message, name)
 
     def _is_carried(self, entry: TensorEntry, trained: set[str]) -> bool:
         """Whether the model files have all that there is.
@@ -212,6 +233,7 @@ class _Reader:
         """Read the folder of one parameter."""
         states: dict[str, StateEntry] = {}
         scalars: dict[str, StateEntry] = {}
+        has_step = False
         place = f"{self._below}{name}"
         for file in sorted(_entries(self._root / place, is_folder=False), key=_rank):
             state = file.removesuffix(_SUFFIX)
@@ -219,6 +241,7 @@ class _Reader:
                 self._tell("note", "unknown-file", f"{place}/{file} is not read", name)
             elif state == _STEP:
                 scalars.update(self._step(f"{place}/{file}"))
+                has_step = True
             else:
                 states[state] = self._state(f"{place}/{file}", known)
         if not states:
@@ -232,6 +255,7 @@ class _Reader:
                     where=place,
                 )
         found = self._group_states.get(name, {}) | scalars
+        self._files[name] = {*states, *([_STEP] if has_step else [])}
         if known is None:
             return TensorEntry(name, "parameter", states[first].layout, states | found)
         return self._joined(known, states, found)
@@ -245,14 +269,15 @@ class _Reader:
         """Put together what the model files and the folder of a parameter have."""
         shape = known.layout.full_shape
         stored = next(iter(states.values())).layout.full_shape
-        if prod(stored) != prod(shape):
+        is_viewed = len(stored) < 2 or stored == self._described.get(known.name)  # noqa: PLR2004
+        if prod(stored) != prod(shape) or not (is_viewed or stored == shape):
             message = (
                 f"{self._below}{known.name}: the states have shape {stored}, by the model files "
                 f"the parameter has {shape}; they are left out"
             )
             self._tell("error", "shape-mismatch", message, known.name)
             states = {}
-        # One that is described in dimensions of its own has the same elements in the same order.
+        # One that is flat, or described in dimensions of its own, has the same elements in order.
         whole = _whole(shape)
         viewed = {
             state: StateEntry(entry.dtype, whole, entry.regions) for state, entry in states.items()
@@ -325,6 +350,14 @@ class _Reader:
 
     def _tell(self, severity: Severity, kind: str, message: str, name: str) -> None:
         self.findings.append(Finding(severity, kind, message, f"tensor {name!r}"))
+
+
+def _described(models: ModelFiles | None) -> dict[str, Shape]:
+    """Shapes that the model files say parameters have here, where these are not their own."""
+    if models is None:
+        return {}
+    shapes = {tensor.name: tensor.layout.full_shape for tensor in models.tensors}
+    return described_shapes(models.run, shapes)
 
 
 def _rank(file: str) -> tuple[int, str]:
