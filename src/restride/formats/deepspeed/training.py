@@ -172,7 +172,9 @@ def _names(run: Run, zero: ZeroFile, model: ModelFile) -> list[list[str]]:
         zero.parents, zero.groups, model.param_shapes or (), strict=True
     ):
         names = list(shapes)
-        if not zero.is_partitioned and is_round_robin(config):
+        # BF16_Optimizer, which says no stage, knows of no round robin, whatever is configured.
+        is_dealt_out = not zero.is_partitioned and zero.stage is not None
+        if is_dealt_out and is_round_robin(config):
             names = group_order(names, flat.partition_count or run.dp_size)
         members[parent] += names
     return members

@@ -71,7 +71,9 @@ def read_training(catalog: Catalog) -> Training:
 
 
 def _groups(models: ModelFiles, state: OptimizerState, folder: Path) -> Iterator[ParameterGroup]:
-    trained = [_in_order(models, tp) for tp in range(models.run.tp_size)]
+    # BF16_Optimizer, which says no stage, knows of no round robin, whatever is configured.
+    is_lean = state.root.get("zero_stage") is not None
+    trained = [_in_order(models, tp, is_lean=is_lean) for tp in range(models.run.tp_size)]
     members = state.members(trained, models.order)
     for number, group in enumerate(state.groups):
         names = members[number]
@@ -87,11 +89,12 @@ def _groups(models: ModelFiles, state: OptimizerState, folder: Path) -> Iterator
         )
 
 
-def _in_order(models: ModelFiles, tp: int) -> list[list[str]]:
+def _in_order(models: ModelFiles, tp: int, *, is_lean: bool) -> list[list[str]]:
     """Names in each entry of ``param_shapes``, as the model gives them to the optimizer."""
     model = models.run.models[tp]
     shapes = [list(names) for names in model.param_shapes or ()]
-    if models.is_partitioned or not is_round_robin(model.root.get("ds_config")):
+    is_dealt_out = is_lean and not models.is_partitioned
+    if not is_dealt_out or not is_round_robin(model.root.get("ds_config")):
         return shapes
     return [group_order(names, models.partition_count(names)) for names in shapes]
 
