@@ -8,7 +8,7 @@ the file is laid out. Tensors of source files in a value are carried over with t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -94,6 +94,7 @@ class TorchOutput:
         self._arrays: list[OutputArray] = []
         self._copies: list[tuple[OutputTensor, Selected]] = []
         self._proved: set[Layout] = set()
+        self._literals: dict[bytes, bytes] = {}
 
     def array(self, selected: Selected, layout: Layout) -> OutputArray:
         """Announce an array.
@@ -139,7 +140,7 @@ class TorchOutput:
                 )
             if array.layout.shard_numel(rank):
                 array.regions[rank] = Region(number, starts[key] + start)
-        self._files.append(layout.file)
+        self._files.append(self._shared(layout.file))
 
     def add_file(self, name: str, content: bytes) -> None:
         """Add a file of known bytes."""
@@ -174,6 +175,12 @@ class TorchOutput:
             (*sources, *(selected for _, selected in self._copies)),
             findings,
         )
+
+    def _shared(self, file: OutputFile) -> OutputFile:
+        """The file, with the literals of earlier ones: ranks by the thousand say the same."""
+        known = self._literals
+        literals = ((start, known.setdefault(content, content)) for start, content in file.literals)
+        return replace(file, literals=tuple(literals))
 
     def _copy(self, key: str, storage: Storage, target: Region) -> None:
         self._copy_bytes(
