@@ -28,7 +28,8 @@ def content_of(value: Value) -> Any:
         case StoredTensor():
             return "tensor", value.storage.dtype.name, value.shape, _elements(value)
         case OrderedDictValue():
-            return "ordered", _pairs(value), content_of(value.state)
+            # Flat buffers are in the order of one.
+            return "ordered", _pairs(value), content_of(value.state), [*value]
         case dict():
             return _pairs(value)
         case list() | tuple():
