@@ -74,3 +74,24 @@ def test_through_an_optimizer_that_deals_out_nothing_and_back(source, tmp_path, 
             file_content(tmp_path / folder / "step" / name) for folder in ("back", "same")
         )
         assert found == expected, name
+
+
+def test_ranks_that_lack_a_parameter_deal_out_in_another_order(tmp_path):
+    """Their lists contradict each other; what was dealt out does not."""
+    arrays = {"weight": 0, "fp32": 0, "exp_avg": 1000}
+    shapes = {"a": (5, 5), "b": (1, 6), "c": (1, 1), "d": (1,), "e": (3,)}
+    cuts = {"b": (0, (1, 0, 0)), "d": (0, (1, 0, 0))}
+    parameters = {
+        name: Parameter(
+            shape,
+            {s: distinct(shape, first + 100 * ord(name)) for s, first in arrays.items()},
+            cuts.get(name),
+        )
+        for name, shape in shapes.items()
+    }
+    write_zero_run(tmp_path / "run", ZeroRun(4, 3, parameters, is_round_robin=True))
+
+    api.convert(tmp_path / "run", tmp_path / "universal", to="universal")
+
+    found = open_training(api.open(tmp_path / "universal")).groups
+    assert [group.names for group in found] == names_of(tmp_path / "run") == [tuple("abcde")]

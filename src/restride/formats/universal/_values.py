@@ -9,6 +9,7 @@ from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import StoredTensor
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._values import JsonWriter
+from restride.formats.universal._order import in_order
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def read_values(
     members = None
     if models is not None and models.trained_names:
         try:
-            members = optimizer.members(models.trained, models.order)
+            members = optimizer.members(in_order(models, optimizer), models.order)
         except UnsupportedError as error:
             findings.append(Finding("warning", "unknown-group", str(error), error.where))
     listed: list[Json] = []

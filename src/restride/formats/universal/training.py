@@ -10,10 +10,10 @@ from restride.checkpoint.training import ParameterGroup
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._optimizer import CONSUMED_KEYS
-from restride.formats.deepspeed._settings import group_order, is_round_robin
 from restride.formats.deepspeed.model_files import read_model_files
 from restride.formats.deepspeed.training import read_model_training
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
+from restride.formats.universal._order import in_order
 from restride.formats.universal.reader import find_folder
 from restride.storage.torch_zip import open_torch_zip
 
@@ -71,10 +71,7 @@ def read_training(catalog: Catalog) -> Training:
 
 
 def _groups(models: ModelFiles, state: OptimizerState, folder: Path) -> Iterator[ParameterGroup]:
-    # BF16_Optimizer, which says no stage, knows of no round robin, whatever is configured.
-    is_lean = state.root.get("zero_stage") is not None
-    trained = [_in_order(models, tp, is_lean=is_lean) for tp in range(models.run.tp_size)]
-    members = state.members(trained, models.order)
+    members = state.members(in_order(models, state), models.order)
     for number, group in enumerate(state.groups):
         names = members[number]
         shared = [
@@ -87,16 +84,6 @@ def _groups(models: ModelFiles, state: OptimizerState, folder: Path) -> Iterator
             settings={key: entry.value for key, entry in group.items() if key != "params"},
             numbers=_steps(folder, names) | _of_parts(shared),
         )
-
-
-def _in_order(models: ModelFiles, tp: int, *, is_lean: bool) -> list[list[str]]:
-    """Names in each entry of ``param_shapes``, as the model gives them to the optimizer."""
-    model = models.run.models[tp]
-    shapes = [list(names) for names in model.param_shapes or ()]
-    is_dealt_out = is_lean and not models.is_partitioned
-    if not is_dealt_out or not is_round_robin(model.root.get("ds_config")):
-        return shapes
-    return [group_order(names, models.partition_count(names)) for names in shapes]
 
 
 def _of_parts(parts: Sequence[Mapping[str, Field]]) -> dict[str, Value]:
