@@ -248,7 +248,9 @@ def test_a_long_name_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_an_interrupt_from_the_keyboard_leaves_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        # A shell that runs the tests in the background has the signal ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from restride.storage.unfinished import Purpose, unfinished_output\n"
         "purpose = Purpose({}, lambda _: '', lambda _: False)\n"
         "with unfinished_output(sys.argv[1], purpose) as place:\n"
