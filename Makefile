@@ -24,7 +24,7 @@ demo: $(VENV)/.package
 
 test: check
 	@echo '==> pytest'
-	@$(TEST_ENV) $(BIN)/python -m pytest
+	@$(TEST_ENV) $(BIN)/python -m pytest -m 'not thorough'
 
 check: $(VENV)/.tests
 	@echo '==> format, lint, types, import contracts, public names'
@@ -43,8 +43,9 @@ bench: $(VENV)/.tests
 	@for script in $(BENCHMARKS); do echo "==> $$script"; $(BIN)/python $$script || exit 1; done
 
 # What the real engine makes of every conversion, in docs/matrix.md (about an hour); a part of it with
-# `make matrix ONLY='llama.*'`.
+# `make matrix ONLY='llama.*'`. The tests that are too thorough for every run come first.
 matrix: $(VENV)/.tests
+	@$(TEST_ENV) $(BIN)/python -m pytest -m thorough
 	@$(TEST_ENV) $(BIN)/python scripts/matrix.py $(if $(ONLY),--only '$(ONLY)')
 
 # Conversions that are killed at random moments and resumed must end the same; any number of kills.

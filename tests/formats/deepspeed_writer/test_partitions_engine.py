@@ -68,6 +68,7 @@ def test_fewer_tensor_parallel_ranks_train_as_from_a_universal_folder(
     train_as_from_the_peer(engine, source, tmp_path, target, {"model": "llama"})
 
 
+@pytest.mark.thorough
 def test_a_permuted_weight_is_joined(engine, shared: Path, tmp_path: Path) -> None:
     source = shared / "checkpoints" / "codegen_fused_tp2dp2_z1"
     target = {"tp": 1, "dp": 3, "zero": 1}

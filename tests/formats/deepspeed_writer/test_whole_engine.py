@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.interop
 
-# The wrapper of the fused Adam adds the norm of the gradients up in another order than ZeRO.
+# The wrapper of the fused Adam adds the norm of the gradients up in another order than ZeRO. The
+# operator is compiled first, which takes a minute.
 FUSED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "gradient_clipping": 0.0}
 
 
@@ -32,8 +33,16 @@ def require_saved_again(ours: Path, theirs: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "zero"),
     [
-        ({"model": "llama", "world": 2, "tp": 2, "dtype": "fp32", "config": FUSED}, 1),
-        ({"model": "llama", "world": 2, "tp": 2, "config": FUSED}, 2),
+        pytest.param(
+            {"model": "llama", "world": 2, "tp": 2, "dtype": "fp32", "config": FUSED},
+            1,
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            {"model": "llama", "world": 2, "tp": 2, "config": FUSED},
+            2,
+            marks=pytest.mark.thorough,
+        ),
         pytest.param({"model": "gpt2", "world": 2}, 3, marks=pytest.mark.slow),
     ],
     ids=["the optimizer itself", "flat buffers", "a master copy for each parameter"],

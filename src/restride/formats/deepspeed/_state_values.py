@@ -155,7 +155,7 @@ def _entries(
     writer = JsonWriter(lambda tensor: _read(pool, tensor), skipped_keys=_MAP_KEYS)
     entries = {key: writer.of(field) for key, field in fields.items()}
     for where in writer.left_behind:
-        message = f"{where} is a tensor too large to be carried as a value; it is only described"
+        message = f"{where} is a tensor too large for a value: only DeepSpeed's own forms carry it"
         run.findings.append(Finding("warning", "not-carried", message, where))
     if members is None:
         return entries

@@ -65,7 +65,7 @@ def read_values(
                 if not isinstance(entry.value, StoredTensor)
             }
     for where in writer.left_behind:
-        message = f"{where} is a tensor too large to be carried as a value; it is only described"
+        message = f"{where} is a tensor too large for a value: only DeepSpeed's own forms carry it"
         findings.append(Finding("warning", "not-carried", message, where))
     members = None
     if models is not None and models.trained_names:
