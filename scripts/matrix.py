@@ -220,7 +220,7 @@ class Case:
         except (DifferentError, RestrideError) as error:
             self.row.cells[str(shape)] = f"FAILED: {short(str(error))}"
             return
-        self.row.cells[str(shape)] = ", ".join(same)
+        self.row.cells[str(shape)] = ", ".join(same) or "loads"
 
     def _sharded(self, shape: Shape, same: list[str]) -> list[str]:
         """Convert to the files of that shape, load them, and look at what the engine holds."""
