@@ -195,7 +195,8 @@ class Case:
             peer=[str(self._at / "step"), str(self._folder / "peer" / "step")], seconds=60
         )
         self._has_peer = peer["ok"]
-        self.row.peer = "converts" if peer["ok"] else short(peer["error"])
+        said = short(peer.get("error", "").replace(f"{self._folder}/", ""))
+        self.row.peer = "converts" if peer["ok"] else said
         report = api.convert(
             self._at,
             self._folder / "weights",
@@ -377,7 +378,8 @@ def run(
 
 def table(rows: list[Row]) -> str:
     """The rows in Markdown, one table for each set of targets."""
-    parts = [(__doc__ or "").split("    python scripts")[0].strip(), ""]
+    explained = (__doc__ or "").split("    python scripts")[0].partition("\n\n")[2].strip()
+    parts = ["# What the real engine makes of every conversion", "", explained, ""]
     for shapes in (DENSE, EXPERTS):
         names = [str(shape) for shape in shapes]
         known = [row for row in rows if row.cells and set(row.cells) <= set(names)]
