@@ -40,6 +40,8 @@ from restride.testing.gather import gather_all
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "matrix.md"
+# Trained by a loss on their parameters: see `deepspeed_jobs.py`.
+WITHOUT_FORWARD = {"bloom", "falcon", "mpt"}
 STEPS = 2
 NEAR = 0.01
 
@@ -226,6 +228,7 @@ class Case:
     def _sharded(self, shape: Shape, same: list[str]) -> list[str]:
         """Convert to the files of that shape, load them, and look at what the engine holds."""
         out, again = self._folder / "out", self._folder / "again"
+        shutil.rmtree(again, ignore_errors=True)
         api.convert(
             self._at,
             out,
@@ -242,7 +245,6 @@ class Case:
         if self._source.replicas == "check":
             self._compare_states(again)
             same.append("states")
-        shutil.rmtree(again)
         return losses
 
     def _compare_states(self, again: Path) -> None:
@@ -342,6 +344,8 @@ def targets_of(source: Source) -> tuple[Shape, ...]:
         return EXPERTS
     if source.model == "gpt2":  # the engine has no tensor parallelism for it
         return tuple(shape for shape in DENSE if shape.tp == 1)
+    if source.model in WITHOUT_FORWARD:  # a loss on parameters needs them whole on every rank
+        return tuple(shape for shape in DENSE if shape.zero < 3)
     return DENSE
 
 
