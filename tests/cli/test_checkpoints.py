@@ -49,6 +49,22 @@ def test_check_adds_the_verdict_and_the_findings_for_machines() -> None:
     assert set(content["tensors"]) == set(run("info", SAMPLE, "--json").json["tensors"])
 
 
+def test_a_lost_file_is_one_line_and_not_one_for_every_array_that_it_leaves_a_hole_in(
+    shared: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(shared / "checkpoints" / "llama_tp2_z1", copied)
+    next(copied.rglob("*pp_rank_0_mp_rank_01_optim_states.pt")).unlink()
+
+    lines = run("check", copied).out.splitlines()
+    kinds = [finding["kind"] for finding in run("check", copied, "--json").json["findings"]]
+
+    assert [line.endswith("[missing-file]") for line in lines[:2]] == [False, True]
+    assert kinds.count("hole") > 6
+    assert sum(line.endswith("[hole]") for line in lines) == 5
+    assert lines[-2] == f"... and {kinds.count('hole') - 5} more [hole]; --json lists all"
+
+
 def test_a_finding_exits_with_one_and_is_told_once_per_line(tmp_path: Path) -> None:
     damaged = drifted_copy(tmp_path)
 

@@ -28,6 +28,7 @@ __all__ = [
     "show_tensors",
 ]
 
+_MOST_OF_A_KIND = 5
 _TONES: dict[str, Tone] = {"error": "bad", "warning": "warn", "note": "dim"}
 
 
@@ -105,11 +106,22 @@ def show_tensors(page: Page, catalog: Catalog) -> None:
 
 
 def show_findings(page: Page, findings: Iterable[Finding]) -> None:
-    """Write one line for each finding, then copies that differ as a table."""
+    """Write one line for each finding, then copies that differ as a table.
+
+    One lost file leaves a hole in every array: of the same kind only the first few are shown.
+    """
     findings = tuple(findings)
+    counts = Counter(finding.kind for finding in findings)
+    shown: Counter[str] = Counter()
     for finding in findings:
-        if finding.kind != DRIFT:
+        if finding.kind == DRIFT:
+            continue
+        shown[finding.kind] += 1
+        if shown[finding.kind] <= _MOST_OF_A_KIND:
             page.line(f"{finding.severity}: {finding.message} [{finding.kind}]", _tone(finding))
+        elif shown[finding.kind] == counts[finding.kind]:
+            more = counts[finding.kind] - _MOST_OF_A_KIND
+            page.line(f"... and {more} more [{finding.kind}]; --json lists all", _tone(finding))
     show_drift(page, findings)
 
 
