@@ -94,6 +94,7 @@ def convert(
     observer: Observer | None = None,
     stop: Event | None = None,
     sync_nbytes: int = SYNC_NBYTES,
+    durable: bool = True,
 ) -> ConvertReport:
     """Write a checkpoint in another form, bit for bit, within a memory budget.
 
@@ -146,6 +147,9 @@ def convert(
         observer: Receives progress.
         stop: When somebody sets it, the run stops at the end of a step.
         sync_nbytes: Bytes after which they are made durable, so that a kill costs no more.
+        durable: Whether to wait until the disk has the output before it gets its name. Without it
+            a run is faster and survives any death of its process all the same; but if the machine
+            dies soon after, `out` may be there in part, which `check` finds by its manifest.
 
     Returns:
         What was written.
@@ -186,6 +190,7 @@ def convert(
                 force=force,
                 resume=resume,
                 inputs=prepared.inputs,
+                durable=durable,
             ) as place,
             _kept(place, planned.total_nbytes),
         ):

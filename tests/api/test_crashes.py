@@ -146,6 +146,26 @@ def test_what_was_noted_outlives_the_loss_of_power(source, tmp_path, reference):
         assert report.resumed_nbytes >= claimed
 
 
+def test_without_waiting_for_the_disk_a_death_of_the_process_loses_nothing(
+    source, tmp_path, reference
+):
+    (tmp_path / "count").mkdir()
+    with failing_files(tmp_path / "count") as files:
+        api.convert(source, tmp_path / "count" / "out", durable=False, **OPTIONS)
+    assert not any("sync" in call for call in files.calls)
+    assert tree(tmp_path / "count" / "out") == reference
+
+    for at in range(2, len(files.calls) - 2, 3):
+        folder = tmp_path / f"run{at}"
+        folder.mkdir()
+        with pytest.raises(Died), failing_files(folder, at=at):
+            api.convert(source, folder / "out", durable=False, **OPTIONS)
+        require_nothing_wrong(folder / "out", reference)
+        claimed = claimed_nbytes(folder / "out")
+        report = finish(source, folder / "out", reference)
+        assert report.resumed_nbytes >= claimed
+
+
 @pytest.mark.parametrize("loses", [False, True])
 def test_what_is_replaced_is_there_until_the_new_is(source, tmp_path, reference, loses):
     api.convert(source, tmp_path / "old", workers=1, dtype=None)

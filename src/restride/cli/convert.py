@@ -110,6 +110,12 @@ _MOST_SHOWN: Final = 12
 @click.option(
     "--resume", is_flag=True, help="Go on where a run that was stopped or killed left it."
 )
+@click.option(
+    "--no-sync",
+    is_flag=True,
+    help="Do not wait for the disk. Faster; a kill loses nothing, but if the machine dies soon "
+    "after, OUT may be there in part (`restride check` tells).",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be read and written; write nothing.")
 @json_option
 def command(
@@ -135,6 +141,7 @@ def command(
     workers: int | None,
     force: bool,
     resume: bool,
+    no_sync: bool,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -181,6 +188,7 @@ def command(
             replicas=replicas,
             force=force,
             resume=resume,
+            durable=not no_sync,
             observer=observer,
             stop=stop,
         )

@@ -71,7 +71,9 @@ def make_parents(target: Path) -> list[Path]:
     return missing
 
 
-def put_in_place(path: Path, target: Path, *, replaced: Path, force: bool) -> None:
+def put_in_place(
+    path: Path, target: Path, *, replaced: Path, force: bool, durable: bool = True
+) -> None:
     """Give a finished folder its final name.
 
     Args:
@@ -79,6 +81,7 @@ def put_in_place(path: Path, target: Path, *, replaced: Path, force: bool) -> No
         target: Its final name.
         replaced: Where to put what has that name now.
         force: Whether something that has that name may be replaced.
+        durable: Whether to wait until the disk has the name.
 
     Raises:
         ExistsError: Something appeared there, and `force` is not set.
@@ -96,7 +99,8 @@ def put_in_place(path: Path, target: Path, *, replaced: Path, force: bool) -> No
             if error.errno in _TARGET_IN_USE:
                 raise ExistsError("something appeared here meanwhile", where=str(target)) from error
             raise _cannot_rename(error, target) from error
-    sync_path(target.parent)
+    if durable:
+        sync_path(target.parent)
 
 
 def _swap(path: Path, target: Path, replaced: Path) -> None:

@@ -45,13 +45,15 @@ class Journal:
 
     Args:
         path: The file. What is valid in it is continued.
+        durable: Whether `append` waits until the disk has the records.
 
     Raises:
         ExecutionError: The system cannot open it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
         self._path = path
+        self._is_durable = durable
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         with _translated("cannot be opened", path):
             self._descriptor = os.open(path, flags, 0o666)
@@ -70,7 +72,8 @@ class Journal:
             try:
                 while left.nbytes:
                     left = left[os.write(self._descriptor, left) :]
-                os.fdatasync(self._descriptor)
+                if self._is_durable:
+                    os.fdatasync(self._descriptor)
             except BaseException:
                 # Behind a torn line nothing would be read.
                 self.close()

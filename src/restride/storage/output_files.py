@@ -31,12 +31,18 @@ class OutputFiles:
 
     Positioned writes may come from any number of threads.
 
+    Args:
+        path: The folder.
+        durable: Whether to wait until the disk has what was written. Without it, a death of the
+            process loses nothing, and one of the machine may.
+
     Attributes:
         path: The folder.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
         self.path = path
+        self._is_durable = durable
         self._files: dict[str, Path] = {}
         self._pool = FilePool(writable=True)
         self._unsynced: set[str] = set()
@@ -120,7 +126,8 @@ class OutputFiles:
         for name in names:
             with self._lock:
                 self._unsynced.discard(name)
-            sync_path(self._files[name])
+            if self._is_durable:
+                sync_path(self._files[name])
 
     def sync_folders(self) -> None:
         """Make the names of all files durable.
@@ -128,6 +135,8 @@ class OutputFiles:
         Raises:
             ExecutionError: The system cannot do it.
         """
+        if not self._is_durable:
+            return
         folders = {self.path}
         for name in self._files:
             parents = Path(name).parents

@@ -78,9 +78,9 @@ class Unfinished:
         done_nbytes: Sum of the ``nbytes`` of all records so far.
     """
 
-    def __init__(self, folder: Path, target: Path, *, force: bool) -> None:
+    def __init__(self, folder: Path, target: Path, *, force: bool, durable: bool) -> None:
         self.folder = folder
-        self.files = OutputFiles(folder / _FILES)
+        self.files = OutputFiles(folder / _FILES, durable=durable)
         self.records: tuple[Record, ...] = ()
         self.is_published = False
         self.keeps = False
@@ -88,6 +88,7 @@ class Unfinished:
         self.done_nbytes = 0
         self._target = target
         self._force = force
+        self._is_durable = durable
         self._journal: Journal | None = None
 
     def begin(self, records: Iterable[Record], *, keeps: bool = False) -> None:
@@ -100,7 +101,7 @@ class Unfinished:
         self._close_journal()
         with translated("cannot be replaced", fresh):
             fresh.unlink(missing_ok=True)
-        self._journal = Journal(fresh)
+        self._journal = Journal(fresh, durable=self._is_durable)
         self.done_nbytes = 0
         first, *others = records
         self._journal.append([first])
@@ -110,8 +111,9 @@ class Unfinished:
                 shutil.rmtree(self.files.path)
             fresh.rename(self.folder / _JOURNAL)
             self.files.path.mkdir(exist_ok=True)
-        sync_path(self.folder)
-        sync_path(self.folder.parent)
+        if self._is_durable:
+            sync_path(self.folder)
+            sync_path(self.folder.parent)
         self.keeps = keeps
 
     def resume(self, records: Sequence[Record]) -> None:
@@ -119,12 +121,12 @@ class Unfinished:
         self.records = tuple(records[1:])
         self.keeps = self.is_resumed = True
         self.done_nbytes = _done_nbytes(self.records)
-        self._journal = Journal(self.folder / _JOURNAL)
+        self._journal = Journal(self.folder / _JOURNAL, durable=self._is_durable)
         with translated("cannot be created", self.files.path):
             self.files.path.mkdir(exist_ok=True)
 
     def note(self, records: Iterable[Record]) -> None:
-        """Append records to the journal; they are durable when this returns.
+        """Append records to the journal; they are as durable as the output when this returns.
 
         Raises:
             ExecutionError: The system cannot write.
@@ -145,7 +147,12 @@ class Unfinished:
         self.files.sync()
         self.note([{_PUBLISHED: True}])
         replaced = self.folder / _REPLACED
-        put_in_place(self.files.path, self._target, replaced=replaced, force=self._force)
+        put_in_place(
+            *(self.files.path, self._target),
+            replaced=replaced,
+            force=self._force,
+            durable=self._is_durable,
+        )
         self.is_published = True
 
     def close(self) -> None:
@@ -166,6 +173,7 @@ def unfinished_output(
     force: bool = False,
     resume: bool = False,
     inputs: Iterable[str | PathLike[str]] = (),
+    durable: bool = True,
 ) -> Iterator[Unfinished]:
     """Write a folder beside its final name, or go on with one that an earlier process left.
 
@@ -181,6 +189,8 @@ def unfinished_output(
         resume: Go on where an earlier process stopped; if it had finished, nothing is left to do.
             Without one, start.
         inputs: What is being read; an output that would replace it is refused, even with `force`.
+        durable: Whether to wait for the disk before an output gets its name. Without it nothing is
+            lost when the process dies; when the machine does, an output may be there in part.
 
     Yields:
         The output to write into.
@@ -195,7 +205,7 @@ def unfinished_output(
     target = Path(os.path.realpath(final))
     if not target.name:
         raise ExistsError("cannot be replaced", where=str(target), remedy="name another output")
-    place = Unfinished(partial_folder(target), target, force=force)
+    place = Unfinished(partial_folder(target), target, force=force, durable=durable)
     kept = [Path(os.path.realpath(path)) for path in inputs]
     if not os.path.lexists(place.folder) and not (resume and purpose.is_written(target)):
         require_free(target, force=force, inputs=kept)
