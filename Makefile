@@ -77,8 +77,9 @@ $(BIN)/python:
 	  echo 'python3 -m venv failed; on Debian and Ubuntu install it with:' \
 	    'apt install python3-venv' >&2; exit 1; }
 
-# The package without extras. Editable: a change in src needs no new install.
-$(VENV)/.package: pyproject.toml | $(BIN)/python
+# The package without extras. Editable: a change in src needs no new install, but for the kernel.
+KERNEL := hatch_build.py $(wildcard src/restride/arrays/*.[ch])
+$(VENV)/.package: pyproject.toml $(KERNEL) | $(BIN)/python
 	@echo '==> the package and its four dependencies'
 	@$(PIP) install -e .
 	@touch $@

@@ -33,3 +33,9 @@ def shared() -> Path:
     if found is None:
         pytest.skip("the shared real checkpoints are not beside the repository")
     return found
+
+
+@pytest.fixture
+def without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy does what the compiled kernel would do."""
+    monkeypatch.setattr("restride.arrays._kernel.KERNEL", None)

@@ -146,6 +146,7 @@ def test_regions_without_bytes_take_none_of_their_neighbours():
     assert block == Block(2, 0, 0)
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_a_digester_of_few_rows_takes_the_memory_it_says():
     import tracemalloc
 

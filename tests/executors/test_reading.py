@@ -164,6 +164,7 @@ def test_differences_of_many_steps_are_one_difference(executor):
     assert (near.found[0].different_numel, near.found[0].first_index) == (1, 5_000)
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_a_digester_takes_no_more_memory_than_is_set_aside_for_it():
     content = np.ones(1 << 20, np.uint8)
     Digester().digest(content, 0)  # the weights are made once

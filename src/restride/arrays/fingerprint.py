@@ -9,7 +9,7 @@ The weight of a word is a product over three levels. 256 words are a row, 256 ro
 256 KiB. A row becomes 8 sums of words times fixed weights of 14 bits; a block becomes 8 sums of
 those times weights of 14 bits; blocks are added up modulo the prime 2^127 - 1, times weights of
 127 bits. The first two levels are exact sums of integers: every product and every sum stays below
-2^53, where a float64 is an integer, so BLAS does them at the speed of memory.
+2^53, where a float64 is an integer, so BLAS can do them, and the kernel does, with the same result.
 
 How much can go unnoticed? Take any two different arrays of one shape and dtype, chosen without
 looking at the weights. In some row some word differs; whatever the other words are, at most one of
@@ -22,11 +22,14 @@ can construct two arrays with one fingerprint: this finds accidents, not forgeri
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+
+from restride.arrays import _kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,12 +60,19 @@ _BLOCK_NBYTES: Final = _ROWS * _ROW_NBYTES
 _LIMB: Final = 1 << 27
 _SEED: Final = b"restride-fingerprint/1"
 _SUMS_NBYTES: Final = 60 << 10
+_WEIGHT_NBYTES: Final = 16
+_VECTOR_NBYTES: Final = 64
+# Weights of the blocks of 1 GiB are kept: every array has these blocks, and making them takes a
+# tenth of the time that digesting does.
+_KEPT_BLOCKS: Final = 4096
+_kept: dict[int, bytes] = {}
 
 
 def scratch_nbytes(rows: int) -> int:
     """Memory of a `Digester` that digests so many rows at a time.
 
     Their words as float64, sums of the rows of a block, and the integers that are made of those.
+    The kernel needs none of it, but what is planned shall not depend on whether there is one.
     """
     return 2 * rows * _ROW_NBYTES + _SUMS_NBYTES
 
@@ -85,16 +95,37 @@ def row_weights() -> NDArray[np.float64]:
 def _weights(level: bytes, shape: tuple[int, int]) -> NDArray[np.float64]:
     stream = hashlib.shake_256(_SEED + b" " + level).digest(2 * shape[0] * shape[1])
     words = np.frombuffer(stream, "<u2") & ((1 << _WEIGHT_BITS) - 1)
-    return words.astype(np.float64).reshape(shape)
+    # Vectors of the kernel are loaded from addresses that are multiples of their size.
+    memory = np.empty(8 * words.size + _VECTOR_NBYTES, np.uint8)
+    start = -memory.ctypes.data % _VECTOR_NBYTES
+    weights = memory[start : start + 8 * words.size].view(np.float64)
+    weights[:] = words
+    return weights.reshape(shape)
+
+
+@cache
+def _weight_addresses() -> tuple[int, int]:
+    return word_weights().ctypes.data, row_weights().ctypes.data
 
 
 def block_weights(block: int) -> tuple[int, ...]:
     """Weights of the sums of one block, modulo `MODULUS`."""
-    stream = hashlib.shake_256(_SEED + b" block %d" % block).digest(16 * _SUMS)
+    stream = _block_stream(block)
     return tuple(
-        int.from_bytes(stream[16 * place : 16 * place + 16], "little") % MODULUS
-        for place in range(_SUMS)
+        int.from_bytes(stream[at : at + _WEIGHT_NBYTES], "little") % MODULUS
+        for at in range(0, len(stream), _WEIGHT_NBYTES)
     )
+
+
+def _block_stream(block: int) -> bytes:
+    """The weights of a block before they are reduced."""
+    stream = _kept.get(block)
+    if stream is None:
+        shake = hashlib.shake_256(_SEED + b" block %d" % block)
+        stream = shake.digest(_WEIGHT_NBYTES * _SUMS)
+        if block < _KEPT_BLOCKS:
+            _kept[block] = stream
+    return stream
 
 
 class Digester:
@@ -102,14 +133,13 @@ class Digester:
 
     Args:
         rows: Rows of 1 KiB to digest at one time. Fewer take less memory and more time, and give
-            the same digests.
+            the same digests. The kernel does not ask.
     """
 
     def __init__(self, rows: int = _ROWS_AT_ONCE) -> None:
-        self._words = np.empty((rows, _WORDS))
-        self._edge = np.zeros(_ROW_NBYTES, np.uint8)
-        self._sums = np.empty((_ROWS, _SUMS))
-        self._limbs = np.empty((2, _ROWS * _SUMS))
+        self._rows = rows
+        self._slow: _NumpyDigester | None = None
+        self._halves = (ctypes.c_uint64 * 2)()
 
     def digest(self, buffer: NDArray[np.uint8], start_nbytes: int) -> int:
         """Digest a run of an array's bytes.
@@ -122,7 +152,8 @@ class Digester:
             A number modulo `MODULUS`. Those of disjoint runs add up to that of the whole.
 
         Cost:
-            O(bytes), at 4 GB/s on one core of a current server; 1 KiB at least.
+            O(bytes), at 17 GB/s on one core of a current server, and at 4 GB/s without the kernel;
+            8 KiB at least.
 
         Examples:
             >>> content = np.arange(4096, dtype=np.uint32).view(np.uint8)
@@ -133,6 +164,31 @@ class Digester:
         """
         if not buffer.nbytes:
             return 0
+        kernel = _kernel.KERNEL
+        if kernel is None or not buffer.flags.c_contiguous:
+            if self._slow is None:
+                self._slow = _NumpyDigester(self._rows)
+            return self._slow.digest(buffer, start_nbytes)
+        first, start = divmod(start_nbytes, _BLOCK_NBYTES)
+        count = -(-(start + buffer.nbytes) // _BLOCK_NBYTES)
+        streams = b"".join(map(_block_stream, range(first, first + count)))
+        halves = self._halves
+        address: int = buffer.__array_interface__["data"][0]
+        kernel.digest(address, buffer.nbytes, start, streams, *_weight_addresses(), halves)
+        return int(halves[0] | halves[1] << 64)
+
+
+class _NumpyDigester:
+    """Does the same in memory of its own, and holds the interpreter half of the time."""
+
+    def __init__(self, rows: int) -> None:
+        self._words = np.empty((rows, _WORDS))
+        self._edge = np.zeros(_ROW_NBYTES, np.uint8)
+        self._sums = np.empty((_ROWS, _SUMS))
+        self._limbs = np.empty((2, _ROWS * _SUMS))
+
+    def digest(self, buffer: NDArray[np.uint8], start_nbytes: int) -> int:
+        """See `Digester.digest`; at least one byte."""
         total = 0
         stop_nbytes = start_nbytes + buffer.nbytes
         for block in range(start_nbytes // _BLOCK_NBYTES, -(-stop_nbytes // _BLOCK_NBYTES)):

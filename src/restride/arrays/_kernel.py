@@ -1,0 +1,80 @@
+"""The compiled kernel, where the package was built with one.
+
+`_kernel.c` is compiled when the package is built, and loaded here with ctypes: it needs no header
+of Python, fits every version of it, and its calls let other threads run. Where it is missing, was
+built from another version, or ``RESTRIDE_KERNEL=0`` is set, NumPy does the same work in more time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ABI", "FILE_NAME", "KERNEL", "Kernel", "is_available", "load"]
+
+ABI: Final = 1
+"""What `_kernel.c` must say of itself; both change together."""
+
+FILE_NAME: Final = "librestride.so"
+
+_SWITCH: Final = "RESTRIDE_KERNEL"
+
+
+class Kernel:
+    """Functions of the library. Who calls them proves what is said there of every argument.
+
+    Attributes:
+        level: Width of vectors that is used, an index into what `_kernel.c` has.
+        digest: ``restride_digest`` at this level.
+    """
+
+    def __init__(self, library: ctypes.CDLL, level: int | None = None) -> None:
+        """Use the widest vectors that the machine has, or those of a lower level."""
+        highest: int = library.restride_level()
+        self.level = highest if level is None else level
+        if not 0 <= self.level <= highest:
+            raise ValueError(f"level {level} is not one of 0 to {highest}, which this machine has")
+        self._library = library
+        function = library.restride_digest
+        address, size = ctypes.c_void_p, ctypes.c_int64
+        function.argtypes = [ctypes.c_int32, address, size, size, *[address] * 4]
+        function.restype = None
+        self.digest: Callable[[int, int, int, bytes, int, int, object], None]
+        self.digest = partial(function, self.level)
+
+    def at(self, level: int) -> Kernel:
+        """The same functions with narrower vectors. The results are the same."""
+        return Kernel(self._library, level)
+
+
+def load(path: Path) -> Kernel | None:
+    """Load a library, if it is there, for this machine, and of this version.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its functions, or None where NumPy has to do.
+    """
+    # A broken library is no error: what it would do is done without it.
+    try:
+        library = ctypes.CDLL(str(path))
+        found = library.restride_abi()
+    except (OSError, AttributeError):
+        return None
+    return Kernel(library) if found == ABI else None
+
+
+KERNEL: Kernel | None = (
+    None if os.environ.get(_SWITCH) == "0" else load(Path(__file__).with_name(FILE_NAME))
+)
+"""The kernel of this installation. Asked at every call, so that tests can take it away."""
+
+is_available: Final = KERNEL is not None
+"""Whether this process began with it."""

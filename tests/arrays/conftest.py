@@ -1,0 +1,62 @@
+"""The kernel as its source is now, whatever the installation was built from."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from restride.arrays import _kernel
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src/restride/arrays/_kernel.c"
+
+
+@pytest.fixture(scope="session")
+def hook():
+    """The module that compiles the kernel."""
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def kernel_file(hook, tmp_path_factory):
+    built = tmp_path_factory.mktemp("kernel") / _kernel.FILE_NAME
+    try:
+        hook.compile_kernel(SOURCE, built)
+    except OSError as error:
+        pytest.skip(f"the kernel cannot be built here: {error}")
+    return built
+
+
+@pytest.fixture(scope="session")
+def kernels(kernel_file):
+    """The kernel with vectors of each width that this machine has."""
+    best = _kernel.load(kernel_file)
+    return [best.at(level) for level in range(best.level + 1)]
+
+
+@contextmanager
+def using(kernel):
+    """Have this kernel do the work, or NumPy where it is None."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kernel, "KERNEL", kernel)
+        yield
+
+
+@pytest.fixture(scope="session")
+def each_way(kernels):
+    """Calls a function once with NumPy, once with each kernel, and returns the results."""
+
+    def call(function):
+        results = []
+        for kernel in (None, *kernels):
+            with using(kernel):
+                results.append(function())
+        return results
+
+    return call
