@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from restride.checkpoint.fingerprints import Fingerprints
     from restride.checkpoint.pairing import Pair
     from restride.checkpoint.selection import States
+    from restride.executors._copying import Writer
     from restride.executors.events import Observer
-    from restride.executors.serial import Writer
     from restride.planning.plan import Plan
 
 __all__ = ["ArrayDifference", "DiffReport", "check_against", "diff", "fingerprint"]

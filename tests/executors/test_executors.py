@@ -27,8 +27,10 @@ from restride.executors.events import NullObserver
 from restride.executors.serial import SerialExecutor
 from restride.executors.streaming import StreamingExecutor
 from restride.layouts import permuted, replicated, split
+from restride.planning import plan as planning
 from restride.planning.conversion import plan_comparison, plan_conversion, whole_layout
 from restride.planning.plan import BUFFERS_PER_WORKER, Plan
+from restride.planning.projection import project
 from restride.testing.moving import MemoryFiles, expected_shards, job_between, store
 from restride.testing.oracles import walk_relation
 from restride.testing.strategies import layout_pairs
@@ -63,6 +65,51 @@ def test_files_of_any_layout_become_files_of_any_other(executor, pair, width):
     wanted = [shard.tobytes() for shard in expected_shards(target, full)]
     assert [bytes(content) for content in out.contents] == wanted
     assert plan.projected_nbytes <= BUDGET
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@given(
+    pair=layout_pairs(with_scales=False),
+    width=st.sampled_from(["uint8", "uint32"]),
+    step_nbytes=st.integers(4, 24),
+    chunk_nbytes=st.integers(4, 16),
+)
+def test_runs_go_through_in_chunks_with_the_same_bytes(
+    executor, pair, width, step_nbytes, chunk_nbytes
+):
+    target, source = pair
+    full = patterns(source.full_numel, width)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "_SHORTEST_RUN_NBYTES", 1)
+        patch.setattr(planning, "_STREAMED_NBYTES", step_nbytes)
+        patch.setattr(planning, "_CHUNK_NBYTES", chunk_nbytes)
+        plan, out = convert(executor, store(source, DTYPES[width], full), target, DTYPES[width])
+        counted = project(plan)
+
+    assert [bytes(c) for c in out.contents] == [s.tobytes() for s in expected_shards(target, full)]
+    streamed = {region.target_file for region in plan.regions if region.streamed_numel}
+    assert all(b - a <= chunk_nbytes for file, a, b in out.writes if file in streamed)
+    assert counted.write_count == len(out.writes)
+    event(f"{len(streamed)} of {len(plan.regions)} regions are streamed")
+
+
+def test_long_runs_are_streamed_and_all_else_is_put_together():
+    """Rows of another number of ranks are runs; columns, casts and replicas are not."""
+    full = patterns(256 * 1024)
+    rows, columns = (split((256, 1024), mesh={"tp": 2}, dim=dim) for dim in (0, 1))
+
+    def streamed(source, target, dtype="float32"):
+        stored = store(source, DTYPES["float32"], full)
+        job, _ = job_between(stored, target, DTYPES[dtype])
+        plan = plan_conversion(stored.files, [job], budget_nbytes=BUDGET, workers=1)
+        return [region.streamed_numel * 4 for region in plan.regions]
+
+    whole = whole_layout((256, 1024))
+    assert streamed(rows, whole) == [4 << 20]
+    assert streamed(rows, split((256, 1024), mesh={"tp": 4})) == [4 << 20] * 4
+    assert streamed(columns, whole) == [0]
+    assert streamed(rows, whole, "bfloat16") == [0]
+    assert streamed(replicated((256, 1024), mesh=as_mesh("tp=2")), whole) == [0]
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

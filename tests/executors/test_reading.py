@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,10 +117,8 @@ def compared(executor, ours, theirs, tolerance=None, budget=BUDGET):
     plan, files = reading(ours, budget=budget)
     other, other_files = reading(theirs, budget=budget)
     step_numel = min(plan.regions[0].step_numel, other.regions[0].step_numel)
-    region = plan.regions[0]
-    fields = {name: getattr(region, name) for name in type(region).__slots__}
-    region = type(region)(**fields | {"step_numel": step_numel})
-    plan = type(plan)(plan.source_files, (region,), plan.buffer_nbytes, plan.workers)
+    region = replace(plan.regions[0], step_numel=step_numel)
+    plan = replace(plan, regions=(region,))
     writer = CompareWriter(plan, other, other_files, tolerance or Tolerance())
     executor().execute(plan, files, writer, NullObserver())
     return writer

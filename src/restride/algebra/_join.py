@@ -96,7 +96,30 @@ def restrict(walk: Walk, low: int, high: int) -> list[Walk]:
         return [walk]
     if reach.stop <= low or high <= reach.start or high <= low:
         return []
-    return join(walk, Walk((low,), coalesce(((high - low, 1),))))
+    return _whole_turns(walk, low, high) or join(walk, Walk((low,), coalesce(((high - low, 1),))))
+
+
+def _whole_turns(walk: Walk, low: int, high: int) -> list[Walk]:
+    """`restrict` where the bounds cut between two turns of the outermost loop; else nothing.
+
+    That is what steps over rows do, and it needs no search.
+    """
+    extent, *strides = walk.digits[0]
+    stride = strides[0]
+    inner = Walk(walk.bases, walk.digits[1:])
+    reach = inner.reach()
+    if stride < len(reach):  # the turns reach over each other, or come backwards
+        return []
+    first = max(0, -(-(low - reach.start) // stride))
+    stop = min(extent, (high - reach.stop) // stride + 1)
+    is_cut = (first > 0 and reach.stop + (first - 1) * stride > low) or (
+        stop < extent and reach.start + stop * stride < high
+    )
+    if first >= stop or is_cut:
+        return []
+    bases = moved(walk.bases, first, tuple(strides))
+    count = stop - first
+    return [Walk(bases, ((count, *strides), *walk.digits[1:]) if count > 1 else walk.digits[1:])]
 
 
 _Loop: TypeAlias = tuple[int, int, Addresses]

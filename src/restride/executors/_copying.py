@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.dtypes import DType
     from restride.planning.plan import Copy, Plan, RegionPlan, Step, StepFill
 
-__all__ = ["Reader", "StepBuffers", "fill_step"]
+__all__ = ["Reader", "StepBuffers", "Writer", "carry_out", "fill_step"]
 
 _LARGEST_WORD_NBYTES: Final = 8
 
@@ -34,6 +34,13 @@ class Reader(Protocol):
         """Fill `buffer` with the bytes of source file number `file` that start there."""
 
 
+class Writer(Protocol):
+    """Positioned writes into the target files."""
+
+    def write_from(self, file: int, start_nbytes: int, buffer: memoryview, /) -> None:
+        """Write `buffer` into target file number `file`, starting at that byte."""
+
+
 class StepBuffers:
     """The memory of one worker, allocated once and reused: first touch costs ten times a reuse."""
 
@@ -42,6 +49,41 @@ class StepBuffers:
         self.replica: NDArray[np.uint8] = np.empty(plan.buffer_nbytes, np.uint8)
         self.span: NDArray[np.uint8] = np.empty(plan.buffer_nbytes, np.uint8)
         self.read_nbytes = 0
+
+
+def carry_out(
+    step: Step,
+    reader: Reader,
+    writer: Writer | None,
+    buffers: StepBuffers,
+    on_drift: Callable[[ReplicaDrift], None],
+) -> None:
+    """Read one step and write it, in chunks where it needs nothing else.
+
+    Args:
+        step: What to do.
+        reader: Where the bytes come from.
+        writer: Where they go; None compares replicas, and reads nothing that has none.
+        buffers: Memory of the worker.
+        on_drift: Receives differences between replicas where the policy lets the run go on.
+
+    Raises:
+        ReplicaError: Replicas differ that must agree.
+        ExecutionError: Reading or writing failed.
+    """
+    region = step.region
+    if not region.streamed_numel:
+        if step.fills or writer is not None:
+            filled = fill_step(step, reader, buffers, on_drift)
+            if writer is not None:
+                writer.write_from(region.target_file, step.target_start_nbytes, filled.data)
+    elif writer is not None:
+        main = buffers.main.data
+        for chunk in step.chunks(main.nbytes):
+            content = main[: chunk.nbytes]
+            reader.read_into(chunk.file, chunk.source_start_nbytes, content)
+            buffers.read_nbytes += chunk.nbytes
+            writer.write_from(region.target_file, chunk.target_start_nbytes, content)
 
 
 def fill_step(

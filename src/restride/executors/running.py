@@ -11,8 +11,8 @@ from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog
+    from restride.executors._copying import Writer
     from restride.executors.events import Observer
-    from restride.executors.serial import Writer
     from restride.planning.plan import Plan
 
 __all__ = ["run_plan"]

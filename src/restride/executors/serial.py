@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from restride.executors._copying import Reader, StepBuffers, fill_step
+from restride.executors._copying import StepBuffers, carry_out
 from restride.executors.events import StepFinished
 
 if TYPE_CHECKING:
+    from restride.executors._copying import Reader, Writer
     from restride.executors.events import Observer
     from restride.planning.plan import Plan
 
-__all__ = ["SerialExecutor", "Writer"]
-
-
-class Writer(Protocol):
-    """Positioned writes into the target files."""
-
-    def write_from(self, file: int, start_nbytes: int, buffer: memoryview, /) -> None:
-        """Write `buffer` into target file number `file`, starting at that byte."""
+__all__ = ["SerialExecutor"]
 
 
 class SerialExecutor:
@@ -44,10 +38,7 @@ class SerialExecutor:
         done_steps = done_nbytes = 0
         for region in plan.regions:
             for step in region.steps():
-                if step.fills or writer is not None:
-                    filled = fill_step(step, reader, buffers, observer.on_drift)
-                    if writer is not None:
-                        writer.write_from(region.target_file, step.target_start_nbytes, filled.data)
+                carry_out(step, reader, writer, buffers, observer.on_drift)
                 done_steps += 1
                 done_nbytes += step.numel * region.target_dtype.itemsize_nbytes
                 observer.on_step(

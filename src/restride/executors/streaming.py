@@ -10,14 +10,14 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from threading import Event, Lock
 from typing import TYPE_CHECKING
 
-from restride.executors._copying import Reader, StepBuffers, fill_step
+from restride.executors._copying import StepBuffers, carry_out
 from restride.executors.events import ReplicaDrift, StepFinished
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from restride.executors._copying import Reader, Writer
     from restride.executors.events import Observer
-    from restride.executors.serial import Writer
     from restride.planning.plan import Plan, Step
 
 __all__ = ["StreamingExecutor"]
@@ -92,11 +92,7 @@ class _Run:
                 return
             before = buffers.read_nbytes
             try:
-                if step.fills or writer is not None:
-                    filled = fill_step(step, reader, buffers, self._on_drift)
-                    if writer is not None:
-                        file = step.region.target_file
-                        writer.write_from(file, step.target_start_nbytes, filled.data)
+                carry_out(step, reader, writer, buffers, self._on_drift)
             except BaseException:
                 self.stop.set()
                 raise

@@ -8,9 +8,9 @@ first byte moves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from restride.algebra._digits import Walk, restrict
 from restride.errors import BudgetError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BUFFERS_PER_WORKER",
+    "Chunk",
     "Copy",
     "Fill",
     "Plan",
@@ -38,6 +39,13 @@ __all__ = [
 BUFFERS_PER_WORKER: Final = 8
 # Python objects of one walk of a plan: 380 bytes on a Llama at TP2 x DP2, more with more loops.
 _WALK_NBYTES: Final = 1024
+
+
+# Work on a step costs as much as some ten kilobytes: where no buffer has to hold it, it is longer.
+_STREAMED_NBYTES: Final = 4 << 20
+_SHORTEST_RUN_NBYTES: Final = 64 << 10
+# What is read stays in the core's cache until it is digested and written.
+_CHUNK_NBYTES: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,22 @@ class StepFill:
     scale: Fraction = Fraction(1)
 
 
+class Chunk(NamedTuple):
+    """Bytes that stand together in a source file and in the target.
+
+    Attributes:
+        file: Index of the source file.
+        source_start_nbytes: First byte in the source file.
+        target_start_nbytes: First byte in the target file.
+        nbytes: Number of bytes.
+    """
+
+    file: int
+    source_start_nbytes: int
+    target_start_nbytes: int
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Elements [start, stop) of a region, and how to fill them.
@@ -146,6 +170,29 @@ class Step:
             self.region.target_start_nbytes + self.start * self.region.target_dtype.itemsize_nbytes
         )
 
+    def chunks(self, buffer_nbytes: int) -> Iterator[Chunk]:
+        """Cut a step of a region that is streamed into reads that a buffer takes.
+
+        They end at multiples of their size from the start of the region, whatever the runs are.
+
+        Cost:
+            O(chunks).
+        """
+        region = self.region
+        itemsize = region.target_dtype.itemsize_nbytes
+        fitting = min(buffer_nbytes, _CHUNK_NBYTES) // itemsize
+        most = max(1, min(fitting, region.step_numel)) * itemsize
+        base = self.start * itemsize
+        for fill in self.fills:
+            for copy in fill.copies[0][1]:
+                at = base + copy.target_start_nbytes
+                skew = copy.source_start_nbytes - at
+                stop = at + copy.run_nbytes
+                while at < stop:
+                    end = min(stop, at - at % most + most)
+                    yield Chunk(copy.file, at + skew, region.target_start_nbytes + at, end - at)
+                    at = end
+
 
 @dataclass(frozen=True, slots=True)
 class RegionPlan:
@@ -162,8 +209,11 @@ class RegionPlan:
         source_dtype: Type of the elements as they are read.
         target_dtype: Type of the elements as they are written; a cast where it differs.
         fills: Where they come from. What no fill reaches is padding, and zero.
-        step_numel: Elements of one step; the last may be shorter.
+        step_numel: Elements that a buffer takes, and of one step; the last may be shorter.
         replicas: What was decided for elements that more than one rank holds.
+        streamed_numel: Elements of one step where every element is read as it is, from one place,
+            in long runs: such a step goes through a buffer in `Step.chunks`, and may be larger
+            than one. 0 where a step is put together in the buffer.
     """
 
     tensor: str
@@ -178,6 +228,14 @@ class RegionPlan:
     fills: tuple[Fill, ...]
     step_numel: int
     replicas: Replicas = "check"
+    streamed_numel: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Find out whether the region can be streamed; that follows from the other attributes."""
+        numel = 0
+        if self.source_dtype == self.target_dtype and self.numel and _is_plain(self):
+            numel = max(1, _STREAMED_NBYTES // self.target_dtype.itemsize_nbytes)
+        object.__setattr__(self, "streamed_numel", numel)
 
     @property
     def nbytes(self) -> int:
@@ -187,7 +245,12 @@ class RegionPlan:
     @property
     def step_count(self) -> int:
         """Number of steps."""
-        return -(-self.numel // self.step_numel) if self.numel else 0
+        return -(-self.numel // self.pitch_numel) if self.numel else 0
+
+    @property
+    def pitch_numel(self) -> int:
+        """Elements of one step."""
+        return self.streamed_numel or self.step_numel
 
     def full_index(self, index: int) -> int | None:
         """Flat index in the full tensor of an element of the region; None where it is padding.
@@ -214,8 +277,8 @@ class RegionPlan:
         """
         waiting = sorted(self.fills, key=lambda fill: -fill.target_range.start)
         active: list[Fill] = []
-        for start in _starts(self.numel, self.step_numel, wanted):
-            stop = min(start + self.step_numel, self.numel)
+        for start in _starts(self.numel, self.pitch_numel, wanted):
+            stop = min(start + self.pitch_numel, self.numel)
             while waiting and waiting[-1].target_range.start < stop:
                 active.append(waiting.pop())
             active = [fill for fill in active if fill.target_range.stop > start]
@@ -309,6 +372,20 @@ class Plan:
                     key = region.tensor, region.state, (first.rank, other.rank)
                     found[key] = found.get(key, 0) + sum(map(_numel, other.walks))
         return found
+
+
+def _is_plain(region: RegionPlan) -> bool:
+    """Whether all elements are read as they are, from one place, in long runs."""
+    runs = numel = 0
+    for fill in region.fills:
+        if len(fill.sources) > 1 or fill.scale != 1:
+            return False
+        for walk in fill.sources[0].walks:
+            if walk.digits and (len(walk.digits) > 1 or walk.digits[0][1:] != (1, 1)):
+                return False
+            runs += 1
+            numel += walk.numel
+    return numel == region.numel and region.nbytes >= runs * _SHORTEST_RUN_NBYTES
 
 
 def _starts(numel: int, step_numel: int, wanted: Iterable[range] | None) -> Iterator[int]:

@@ -27,7 +27,7 @@ class Projection:
         read_nbytes: Bytes read from the sources.
         read_count: Reads.
         written_nbytes: Bytes written by its steps.
-        write_count: Writes: one for each step.
+        write_count: Writes.
         is_exact: Whether every step was counted; otherwise reads are those of a part of the steps
             of each region, scaled up.
     """
@@ -50,30 +50,34 @@ def project(plan: Plan, *, most_steps: int = _MOST_STEPS) -> Projection:
         O(steps * fills), for so many steps. Never walks elements.
     """
     share = max(1, -(-plan.step_count // most_steps))
-    read_nbytes = read_count = 0
+    total = [0, 0, 0]
     is_exact = True
     for region in plan.regions:
-        counts = nbytes = looked = 0
-        for step in _some_steps(region, share):
-            looked += 1
-            for copy in _copies(step):
-                count, size = _reads(copy, plan.buffer_nbytes)
-                counts, nbytes = counts + count, nbytes + size
-        if looked == region.step_count:
-            read_count, read_nbytes = read_count + counts, read_nbytes + nbytes
-        else:
+        counts = [_counts(step, plan.buffer_nbytes) for step in _some_steps(region, share)]
+        of_region = [sum(column) for column in zip(*counts, strict=True)]
+        if len(counts) < region.step_count:
             is_exact = False
-            read_count += counts * region.step_count // looked
-            read_nbytes += nbytes * region.step_count // looked
-    return Projection(read_nbytes, read_count, plan.total_nbytes, plan.step_count, is_exact)
+            of_region = [count * region.step_count // len(counts) for count in of_region]
+        total = [a + b for a, b in zip(total, of_region or [0, 0, 0], strict=True)]
+    read_nbytes, read_count, write_count = total
+    return Projection(read_nbytes, read_count, plan.total_nbytes, write_count, is_exact)
 
 
 def _some_steps(region: RegionPlan, share: int) -> Iterator[Step]:
     """Every so many steps of a region, at least two where it has them."""
     count = region.step_count
     every = max(1, min(share, count // 2))
-    first = range(0, region.numel, region.step_numel * every)
+    first = range(0, region.numel, region.pitch_numel * every)
     return region.steps(range(start, start + 1) for start in first)
+
+
+def _counts(step: Step, buffer_nbytes: int) -> tuple[int, int, int]:
+    """Bytes read, reads and writes of one step."""
+    if step.region.streamed_numel:
+        chunks = list(step.chunks(buffer_nbytes))
+        return sum(chunk.nbytes for chunk in chunks), len(chunks), len(chunks)
+    reads = [_reads(copy, buffer_nbytes) for copy in _copies(step)]
+    return sum(nbytes for _, nbytes in reads), sum(count for count, _ in reads), 1
 
 
 def _copies(step: Step) -> Iterator[Copy]:

@@ -9,15 +9,12 @@ from __future__ import annotations
 import os
 import stat
 from collections import OrderedDict
-from contextlib import contextmanager
-from dataclasses import dataclass
-from threading import Condition
+from threading import Condition, Lock
 from typing import TYPE_CHECKING, Final, Self
 
 from restride.errors import CorruptError, ExecutionError, FormatError, RestrideError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from os import PathLike
 
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -134,12 +131,21 @@ class RangeFile:
             left, at = left[count:], at + count
 
 
-@dataclass(slots=True)
 class _Lease:
-    """An open file and how many calls are using it right now."""
+    """An open file and how many calls are using it right now; in a ``with`` block, one less."""
 
-    file: RangeFile
-    users: int = 0
+    __slots__ = ("_pool", "file", "users")
+
+    def __init__(self, file: RangeFile, pool: FilePool) -> None:
+        self.file = file
+        self.users = 0
+        self._pool = pool
+
+    def __enter__(self) -> RangeFile:
+        return self.file
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.give_back(self)
 
 
 class FilePool:
@@ -169,7 +175,9 @@ class FilePool:
         self._max_open = max_open
         self._is_writable = writable
         self._leases: OrderedDict[str, _Lease] = OrderedDict()
-        self._changed = Condition()
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
+        self._waiting = 0
 
     def __enter__(self) -> Self:
         return self
@@ -179,7 +187,7 @@ class FilePool:
 
     def close(self) -> None:
         """Close every file. No other call may be running; later ones open files again."""
-        with self._changed:
+        with self._lock:
             while self._leases:
                 self._leases.popitem()[1].file.close()
 
@@ -218,20 +226,24 @@ class FilePool:
         with self._lease(os.fspath(path)) as file:
             file.write_exact(start_nbytes, buffer)
 
-    @contextmanager
-    def _lease(self, path: str) -> Iterator[RangeFile]:
-        """Hold the open file: it is not closed before the block ends."""
-        with self._changed:
+    def give_back(self, lease: _Lease) -> None:
+        """Count that a call has ended."""
+        with self._lock:
+            lease.users -= 1
+            if self._waiting and not lease.users:
+                self._changed.notify()
+
+    def _lease(self, path: str) -> _Lease:
+        """Hold the open file: it is not closed before the ``with`` block of the lease ends."""
+        with self._lock:
             while (lease := self._get(path)) is None:
-                self._changed.wait()
+                self._waiting += 1
+                try:
+                    self._changed.wait()
+                finally:
+                    self._waiting -= 1
             lease.users += 1
-        try:
-            yield lease.file
-        finally:
-            with self._changed:
-                lease.users -= 1
-                if not lease.users:
-                    self._changed.notify()
+        return lease
 
     def _get(self, path: str) -> _Lease | None:
         """Find or open a file, or return None while there is no room for another one."""
@@ -244,7 +256,7 @@ class FilePool:
             if idle is None:
                 return None
             self._leases.pop(idle).file.close()
-        lease = self._leases[path] = _Lease(RangeFile(path, writable=self._is_writable))
+        lease = self._leases[path] = _Lease(RangeFile(path, writable=self._is_writable), self)
         return lease
 
 
