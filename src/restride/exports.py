@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.selection import Selected, States, Target
     from restride.checkpoint.training import Training
+    from restride.storage.torch_zip import TorchFiles
 
 __all__ = ["Wanted", "lay_out_export"]
 
@@ -73,12 +74,13 @@ _TAKEN: Final = {
 }
 
 
-def lay_out_export(catalog: Catalog, wanted: Wanted) -> Export:
+def lay_out_export(catalog: Catalog, wanted: Wanted, opened: TorchFiles | None = None) -> Export:
     """Describe what a conversion writes, before anything is read of a tensor.
 
     Args:
         catalog: The source.
         wanted: Format and options.
+        opened: What the source's files were opened by; without it they are opened again.
 
     Raises:
         FormatError, ExecutionError: What goes with the tensors cannot be read.
@@ -91,8 +93,8 @@ def lay_out_export(catalog: Catalog, wanted: Wanted) -> Export:
         states = wanted.states or "weights"
         return _lay_out_safetensors(catalog, states, dtype, wanted.max_shard_nbytes)
     if wanted.to == "universal":
-        return _lay_out_universal(catalog, wanted)
-    return _lay_out_deepspeed(catalog, wanted)
+        return _lay_out_universal(catalog, wanted, opened)
+    return _lay_out_deepspeed(catalog, wanted, opened)
 
 
 def _require_taken(wanted: Wanted) -> None:
@@ -134,7 +136,7 @@ def _lay_out_safetensors(
     return Export(Output.joined(outputs), tuple(selected))
 
 
-def _lay_out_universal(catalog: Catalog, wanted: Wanted) -> Export:
+def _lay_out_universal(catalog: Catalog, wanted: Wanted, opened: TorchFiles | None) -> Export:
     """The same for a universal folder, which only DeepSpeed's own checkpoints have all parts of."""
     from restride.formats.universal import lay_out  # noqa: PLC0415 - only when it is written
 
@@ -144,17 +146,17 @@ def _lay_out_universal(catalog: Catalog, wanted: Wanted) -> Export:
             f"there is no universal folder for ZeRO-{stage}", remedy="choose 1, 2 or 3"
         )
     is_partitioned = stage == _PARTITIONED if stage else catalog.format.endswith("zero-3")
-    training, followed = _followed(open_training(catalog), catalog, wanted, {})
-    written = lay_out(catalog, training, is_partitioned=is_partitioned)
+    training, followed = _followed(open_training(catalog, opened), catalog, wanted, {})
+    written = lay_out(catalog, training, is_partitioned=is_partitioned, opened=opened)
     return Export(written.output, written.sources, (*followed, *written.findings))
 
 
-def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted) -> Export:
+def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | None) -> Export:
     """The same for DeepSpeed's sharded form, for ranks that may be others than the source's."""
     from restride.formats.deepspeed.target import DeepSpeedTarget  # noqa: PLC0415
     from restride.formats.deepspeed.writer import lay_out  # noqa: PLC0415
 
-    training = open_training(catalog)
+    training = open_training(catalog, opened)
     target = DeepSpeedTarget(
         tp=_size(catalog, wanted.tp, "tp"),
         dp=_size(catalog, wanted.dp, "dp"),

@@ -16,6 +16,7 @@ from restride.executors.writing import plan_writing
 from restride.exports import lay_out_export
 from restride.formats._registry import open_catalog
 from restride.planning.conversion import Job
+from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -83,13 +84,15 @@ def prepare(
     Raises:
         RestrideError: As for `restride.convert`, as far as it can be said without reading tensors.
     """
-    catalog = open_catalog(path)
+    # What the files hold is asked for three times, and let go with this call.
+    opened = TorchFiles()
+    catalog = open_catalog(path, opened)
     only_weights = wanted.to == "safetensors" and wanted.states != "all"
     require_sound(catalog.findings, only_weights=only_weights)
     budget = default_budget_nbytes() if budget_nbytes is None else budget_nbytes
     # Before the job is described: what changes later is noticed.
     reader = CatalogReader(catalog, pool)
-    export = lay_out_export(catalog, wanted)
+    export = lay_out_export(catalog, wanted, opened)
     decided = read_rules(replicas, catalog)
     sources = export.sources if only_weights else _of_masters(catalog, export.sources, decided)
     jobs = [

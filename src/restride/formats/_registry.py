@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.training import Training
+    from restride.storage.torch_zip import TorchFiles
 
 __all__ = ["Format", "detect_format", "open_catalog", "open_training"]
 
@@ -30,27 +31,31 @@ _LOOKED_FOR: Final = (
 )
 
 
-def open_catalog(path: str | PathLike[str]) -> Catalog:
+def open_catalog(path: str | PathLike[str], opened: TorchFiles | None = None) -> Catalog:
     """Find out what is in a checkpoint of any known format, without loading a tensor.
 
     Args:
         path: A file or a folder.
+        opened: What its files are opened by, where others will ask for them again.
 
     Raises:
         FormatError: It is no checkpoint that is known, or one that is damaged.
         UnsupportedError: It is one that cannot be read.
         ExecutionError: It is not there, or the system cannot read it.
     """
-    module = import_module(f"restride.formats.{detect_format(path)}")
-    catalog: Catalog = module.read_catalog(path)
+    name = detect_format(path)
+    module = import_module(f"restride.formats.{name}")
+    has_torch_files = name != "safetensors"
+    catalog: Catalog = module.read_catalog(path, *([opened] if has_torch_files else []))
     return catalog
 
 
-def open_training(catalog: Catalog) -> Training:
+def open_training(catalog: Catalog, opened: TorchFiles | None = None) -> Training:
     """Read what goes with the tensors of a checkpoint, for a writer whose files are resumed from.
 
     Args:
         catalog: What `open_catalog` gave.
+        opened: What its files were opened by; without it they are opened again.
 
     Raises:
         UnsupportedError: The format has no such thing, or this checkpoint lacks it.
@@ -66,7 +71,7 @@ def open_training(catalog: Catalog) -> Training:
         )
     name = "universal" if variant.startswith("universal") else "deepspeed"
     module = import_module(f"restride.formats.{name}.training")
-    training: Training = module.read_training(catalog)
+    training: Training = module.read_training(catalog, opened)
     return training
 
 

@@ -5,6 +5,7 @@ Only the directory, the pickle and two short records are read.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from restride.checkpoint.values import Storage, Value
 
-__all__ = ["TorchFile", "open_torch_zip"]
+__all__ = ["TorchFile", "TorchFiles", "open_torch_zip"]
 
 _DEFAULT_LIMITS: Final = Limits()
 _NEWEST_VERSION: Final = 10
@@ -47,6 +48,28 @@ class TorchFile:
     value: Value
     storages: Mapping[str, Storage]
     records: Mapping[str, ZipRecord]
+
+
+class TorchFiles:
+    """Opens files of ``torch.save``, each of them once: what it held is kept as long as this is.
+
+    A conversion asks three times what a file holds: for its tensors, for the training that goes
+    with them, and for what is carried over. All of them get one value, which nobody may change.
+    """
+
+    def __init__(self) -> None:
+        self._opened: dict[str, TorchFile] = {}
+
+    def open(self, path: str | PathLike[str]) -> TorchFile:
+        """Read the structure of a file, or return what was read of it before.
+
+        Raises:
+            ExecutionError, FormatError, CorruptError, UnsupportedError: As for `open_torch_zip`.
+        """
+        name = os.fspath(path)
+        if name not in self._opened:
+            self._opened[name] = open_torch_zip(name)
+        return self._opened[name]
 
 
 def open_torch_zip(path: str | PathLike[str], *, limits: Limits = _DEFAULT_LIMITS) -> TorchFile:

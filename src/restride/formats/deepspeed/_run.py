@@ -14,7 +14,6 @@ from restride.formats.deepspeed._files import find_tag, list_files
 from restride.formats.deepspeed._optimizer import read_zero_file
 from restride.formats.deepspeed._pipeline import OpenedModel, agreed, find_grid, read_stages
 from restride.formats.deepspeed._settings import is_bf16
-from restride.storage.torch_zip import open_torch_zip
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._optimizer import ZeroFile
     from restride.formats.deepspeed._pipeline import Grid
+    from restride.storage.torch_zip import TorchFiles
 
 __all__ = ["FileTable", "Run", "open_run", "open_stages"]
 
@@ -35,8 +35,9 @@ _MOST_RANKS: Final = 1 << 20
 class FileTable:
     """The files that were opened, in the order of the catalog."""
 
-    def __init__(self, folder: TagFolder) -> None:
+    def __init__(self, folder: TagFolder, opened: TorchFiles) -> None:
         self._folder = folder
+        self._opened = opened
         self._numbers: dict[str, int] = {}
         self.entries: list[FileEntry] = []
 
@@ -46,7 +47,7 @@ class FileTable:
         Raises:
             FormatError: It is no file of ``torch.save``.
         """
-        file = open_torch_zip(self._folder.path / name)
+        file = self._opened.open(self._folder.path / name)
         self._numbers[file.path] = len(self.entries)
         self.entries.append(FileEntry(self._folder.below + name, file.nbytes))
         return Field(file.value, self._folder.below + name)
@@ -121,7 +122,7 @@ class Run:
         return dp * self.tp_size + tp
 
 
-def open_run(root: Path, *, has_weights: bool = True) -> Run:
+def open_run(root: Path, opened: TorchFiles, *, has_weights: bool = True) -> Run:
     """Open the files of a checkpoint; those of all pipeline stages are one run.
 
     It does for what is not cut: values, groups, names. The tensors of a pipeline are read from each
@@ -129,6 +130,7 @@ def open_run(root: Path, *, has_weights: bool = True) -> Run:
 
     Args:
         root: The checkpoint folder, or that of one tag.
+        opened: What its files are opened by.
         has_weights: Whether the weights of a pipeline must be there; universal folders lack them.
 
     Raises:
@@ -136,7 +138,7 @@ def open_run(root: Path, *, has_weights: bool = True) -> Run:
         CorruptError: Files contradict each other, or the weights of a rank are missing.
         UnsupportedError: It is a DeepSpeed checkpoint of a kind that cannot be read.
     """
-    runs = open_stages(root, has_weights=has_weights)
+    runs = open_stages(root, opened, has_weights=has_weights)
     first, tp_size = runs[0], runs[0].tp_size
     if len(runs) == 1:
         return first
@@ -155,11 +157,12 @@ def open_run(root: Path, *, has_weights: bool = True) -> Run:
     )
 
 
-def open_stages(root: Path, *, has_weights: bool = True) -> tuple[Run, ...]:
+def open_stages(root: Path, opened: TorchFiles, *, has_weights: bool = True) -> tuple[Run, ...]:
     """Open the files of a checkpoint; those of each pipeline stage are a run of their own.
 
     Args:
         root: The checkpoint folder, or that of one tag.
+        opened: What its files are opened by.
         has_weights: Whether the weights of a pipeline must be there; universal folders lack them.
 
     Raises:
@@ -168,12 +171,12 @@ def open_stages(root: Path, *, has_weights: bool = True) -> tuple[Run, ...]:
         UnsupportedError: It is a DeepSpeed checkpoint of a kind that cannot be read.
     """
     folder = list_files(*find_tag(root))
-    files = FileTable(folder)
-    opened = _open_models(folder, files)
-    grid = find_grid(folder, opened)
-    own = [model for model in opened if model.mp < grid.size]
+    files = FileTable(folder, opened)
+    models = _open_models(folder, files)
+    grid = find_grid(folder, models)
+    own = [model for model in models if model.mp < grid.size]
     dp_size = _data_size(folder, grid, own)
-    findings = list(_strangers(opened, grid, folder, dp_size))
+    findings = list(_strangers(models, grid, folder, dp_size))
     own = [model for model in own if model.dp is None or model.dp < dp_size]
     zeros = {
         (dp, mp): read_zero_file(

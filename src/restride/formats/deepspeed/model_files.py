@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._experts import ExpertParameter
     from restride.formats.deepspeed._run import Run
     from restride.formats.deepspeed._values import Json
+    from restride.storage.torch_zip import TorchFiles
 
 __all__ = ["ModelFiles", "read_model_files"]
 
@@ -90,12 +91,13 @@ class ModelFiles:
         return self.run.dp_size // ranks.cutters(members, self.run.models[0].name)
 
 
-def read_model_files(folder: Path, below: str) -> ModelFiles | None:
+def read_model_files(folder: Path, below: str, opened: TorchFiles) -> ModelFiles | None:
     """Read the model files of a folder, or None where it has none.
 
     Args:
         folder: Where they are.
         below: Name of the folder below what was opened, with a slash, or empty.
+        opened: What they are opened by.
 
     Raises:
         FormatError: A file is not what its name says.
@@ -105,7 +107,7 @@ def read_model_files(folder: Path, below: str) -> ModelFiles | None:
     listed = list_files(folder, "")
     if not listed.models and not listed.partitioned:
         return None
-    run = open_run(folder, has_weights=False)
+    run = open_run(folder, opened, has_weights=False)
     first = run.models[0]
     experts = read_experts(first.root.get("ds_autoep_layers") or first.root.get("autoep_layers"))
     expert_files = ExpertFiles(run, experts)

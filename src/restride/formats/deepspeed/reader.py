@@ -18,6 +18,7 @@ from restride.formats.deepspeed._state_values import read_values
 from restride.formats.deepspeed._tensors import read_tensors
 from restride.formats.deepspeed._whole import read_whole
 from restride.formats.deepspeed._whole_experts import ExpertRanks
+from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
 __all__ = ["read_catalog"]
 
 
-def read_catalog(path: str | PathLike[str]) -> Catalog:
+def read_catalog(path: str | PathLike[str], opened: TorchFiles | None = None) -> Catalog:
     """Read what a DeepSpeed checkpoint holds: every tensor, its states, and where they are.
 
     Args:
         path: The checkpoint folder, where ``latest`` names the tag, or the folder of one tag.
+        opened: What its files are opened by, where others ask for them again.
 
     Returns:
         A catalog over the mesh ``dp, tp``. The layout of a parameter is that of the tensor-parallel
@@ -54,7 +56,7 @@ def read_catalog(path: str | PathLike[str]) -> Catalog:
     Cost:
         The metadata of every file is read, no tensor is. O(parameters * ranks).
     """
-    runs = open_stages(Path(path))
+    runs = open_stages(Path(path), opened or TorchFiles())
     run = runs[0]
     experts = _experts(run)
     files = ExpertFiles(run, experts)

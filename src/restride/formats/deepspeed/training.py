@@ -18,6 +18,7 @@ from restride.formats.deepspeed._settings import group_order, is_round_robin
 from restride.formats.deepspeed._training_whole import with_whole_optimizer
 from restride.formats.deepspeed._whole import read_whole
 from restride.formats.deepspeed._whole_experts import find_experts
+from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -58,11 +59,12 @@ _DESCRIBED_BY_LAYOUTS: Final = frozenset(
 _PATTERNS: Final = "_patterns"
 
 
-def read_training(catalog: Catalog) -> Training:
-    """Read again, from the files of a catalog, what goes with its tensors.
+def read_training(catalog: Catalog, opened: TorchFiles | None = None) -> Training:
+    """Read, from the files of a catalog, what goes with its tensors.
 
     Args:
         catalog: What `read_catalog` gave for a checkpoint of any ZeRO stage.
+        opened: What its files were opened by; without it they are opened again.
 
     Raises:
         UnsupportedError: It has no optimizer, or no parameter groups in its files, or the
@@ -70,9 +72,9 @@ def read_training(catalog: Catalog) -> Training:
         FormatError, CorruptError, ExecutionError: As for `read_catalog`.
 
     Cost:
-        The metadata of every file is read once more, no tensor is.
+        O(metadata of all files); no tensor is read.
     """
-    run = open_run(Path(catalog.root))
+    run = open_run(Path(catalog.root), opened or TorchFiles())
     whole = read_whole(run, find_experts(run))
     if whole is not None:
         return with_whole_optimizer(read_model_training(run, catalog), whole)

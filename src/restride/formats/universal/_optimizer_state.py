@@ -17,11 +17,12 @@ from restride.checkpoint.orders import merged_order
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
-from restride.storage.torch_zip import open_torch_zip
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from restride.storage.torch_zip import TorchFiles
 
 __all__ = ["OPTIMIZER_STATE", "OptimizerState", "Trained", "read_optimizer_state"]
 
@@ -118,21 +119,22 @@ class OptimizerState:
         return entry if self.parents is None else self.parents[entry]
 
 
-def read_optimizer_state(path: Path, name: str) -> OptimizerState:
+def read_optimizer_state(path: Path, name: str, opened: TorchFiles) -> OptimizerState:
     """Read the file.
 
     Args:
         path: The file.
         name: Its name below what was opened.
+        opened: What it is opened by.
 
     Raises:
         FormatError: It is none, or a part of it has another type than it must have.
         CorruptError: It is damaged, or numbers sub-groups that it does not have.
         ExecutionError: The system cannot read it.
     """
-    opened = open_torch_zip(path)
-    root = Field(opened.value, name)
-    file = FileEntry(name, opened.nbytes)
+    content = opened.open(path)
+    root = Field(content.value, name)
+    file = FileEntry(name, content.nbytes)
     inner = root.get(_BY_SUB_GROUP)
     if inner is None:
         return OptimizerState(file, root, root.at(_GROUPS).elements(), None, ())

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._run import Run
     from restride.storage.torch_output import TorchOutput
+    from restride.storage.torch_zip import TorchFiles
 
 __all__ = ["SourceState", "read_source_state", "write_optimizer", "write_partitioned_optimizer"]
 
@@ -54,11 +55,12 @@ class SourceState:
     parts: Sequence[tuple[int, tuple[str, ...]]] = ()
 
 
-def read_source_state(run: Run, *, is_universal: bool) -> SourceState:
+def read_source_state(run: Run, opened: TorchFiles, *, is_universal: bool) -> SourceState:
     """Read the optimizer's state of the source.
 
     Args:
         run: The files of a checkpoint, or the model files of a universal folder.
+        opened: What they were opened by.
         is_universal: Which of the two.
 
     Raises:
@@ -66,7 +68,7 @@ def read_source_state(run: Run, *, is_universal: bool) -> SourceState:
     """
     if is_universal:
         name = f"zero/{OPTIMIZER_STATE}"
-        state = read_optimizer_state(run.root / name, name)
+        state = read_optimizer_state(run.root / name, name, opened)
         root, parents = state.root, state.parents or ()
     elif run.zeros:
         zero = next(iter(run.zeros.values()))

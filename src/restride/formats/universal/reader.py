@@ -29,7 +29,7 @@ from restride.formats.deepspeed.model_files import read_model_files
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
 from restride.formats.universal._values import read_values
 from restride.layouts.replicated import replicated
-from restride.storage.torch_zip import open_torch_zip
+from restride.storage.torch_zip import TorchFiles, open_torch_zip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -61,11 +61,13 @@ _MOST_NAMED: Final = 5
 _ONE_RANK: Final = Mesh(())
 
 
-def read_catalog(path: str | PathLike[str]) -> Catalog:
+def read_catalog(path: str | PathLike[str], opened: TorchFiles | None = None) -> Catalog:
     """Find out what is in a universal folder, in either shape that DeepSpeed writes.
 
     Args:
         path: The folder with ``latest_universal``, or the one that it names.
+        opened: What its files are opened by, where others ask for them again. Not those of arrays,
+            which nobody does, and of which there are thousands.
 
     Returns:
         Master copies and optimizer states, whole, in the order of the model; weights and buffers
@@ -85,8 +87,9 @@ def read_catalog(path: str | PathLike[str]) -> Catalog:
     root = Path(path)
     below = find_folder(root)
     folder = root / below if below else root
-    models = read_model_files(folder, below)
-    reader = _Reader(root, below, models)
+    opened = opened or TorchFiles()
+    models = read_model_files(folder, below, opened)
+    reader = _Reader(root, below, models, opened)
     tensors = tuple(reader.read())
     is_partitioned = models is not None and models.is_partitioned
     return Catalog(
@@ -149,7 +152,10 @@ def _mesh(models: ModelFiles | None) -> Mesh:
 
 
 class _Reader:
-    def __init__(self, root: Path, below: str, models: ModelFiles | None) -> None:
+    def __init__(
+        self, root: Path, below: str, models: ModelFiles | None, opened: TorchFiles
+    ) -> None:
+        self._opened = opened
         self._folder = root / below if below else root
         self._root = root
         self._below = f"{below}{_PARAMETERS}/"
@@ -311,7 +317,7 @@ class _Reader:
 
     def _step(self, file: str) -> Iterator[tuple[str, StateEntry]]:
         """Yield a step that is a tensor; a plain number is no array."""
-        opened = open_torch_zip(self._root / file)
+        opened = self._opened.open(self._root / file)
         if isinstance(opened.value, StoredTensor):
             yield _STEP, self._entry(file, opened.nbytes, opened.value)
 
@@ -327,7 +333,7 @@ class _Reader:
             message = f"{name} is not there: no engine resumes from the folder without it"
             self.findings.append(Finding("warning", "missing-file", message, name))
             return None
-        state = read_optimizer_state(path, name)
+        state = read_optimizer_state(path, name, self._opened)
         self.files.append(state.file)
         return state
 

@@ -15,7 +15,7 @@ from restride.formats.deepspeed.training import read_model_training
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
 from restride.formats.universal._order import in_order
 from restride.formats.universal.reader import find_folder
-from restride.storage.torch_zip import open_torch_zip
+from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -33,23 +33,25 @@ _SUFFIX: Final = "_universal"
 _NOT_OF_THE_WHOLE: Final = CONSUMED_KEYS | {"zero_stage", "param_groups"}
 
 
-def read_training(catalog: Catalog) -> Training:
-    """Read again, from the files of a universal folder, what goes with its tensors.
+def read_training(catalog: Catalog, opened: TorchFiles | None = None) -> Training:
+    """Read, from the files of a universal folder, what goes with its tensors.
 
     Args:
         catalog: What `read_catalog` gave for the folder.
+        opened: What its files were opened by; without it they are opened again.
 
     Raises:
         UnsupportedError: It has no model files, or no state of the optimizer.
         FormatError, CorruptError, ExecutionError: As for `read_catalog`.
 
     Cost:
-        The metadata of the model files is read once more, and one step of each group.
+        O(metadata of the model files + parameters); no tensor is read.
     """
+    opened = opened or TorchFiles()
     root = Path(catalog.root)
     below = find_folder(root)
     folder = root / below if below else root
-    models = read_model_files(folder, below)
+    models = read_model_files(folder, below, opened)
     path = folder / "zero" / OPTIMIZER_STATE
     if models is None or not path.is_file():
         missing = "no model files" if models is None else f"no zero/{OPTIMIZER_STATE}"
@@ -58,19 +60,21 @@ def read_training(catalog: Catalog) -> Training:
             where=str(folder),
             remedy="convert the weights with --to safetensors",
         )
-    state = read_optimizer_state(path, f"{below}zero/{OPTIMIZER_STATE}")
+    state = read_optimizer_state(path, f"{below}zero/{OPTIMIZER_STATE}", opened)
     training = read_model_training(models.run, catalog)
     return replace(
         training,
         tag=training.tag.removesuffix(_SUFFIX) or training.tag,
-        groups=tuple(_groups(models, state, folder)),
+        groups=tuple(_groups(models, state, folder, opened)),
         optimizer={
             key: entry.value for key, entry in state.root.items() if key not in _NOT_OF_THE_WHOLE
         },
     )
 
 
-def _groups(models: ModelFiles, state: OptimizerState, folder: Path) -> Iterator[ParameterGroup]:
+def _groups(
+    models: ModelFiles, state: OptimizerState, folder: Path, opened: TorchFiles
+) -> Iterator[ParameterGroup]:
     members = state.members(in_order(models, state), models.order)
     for number, group in enumerate(state.groups):
         names = members[number]
@@ -82,7 +86,7 @@ def _groups(models: ModelFiles, state: OptimizerState, folder: Path) -> Iterator
         yield ParameterGroup(
             names=names,
             settings={key: entry.value for key, entry in group.items() if key != "params"},
-            numbers=_steps(folder, names) | _of_parts(shared),
+            numbers=_steps(folder, names, opened) | _of_parts(shared),
         )
 
 
@@ -103,12 +107,12 @@ def _of_parts(parts: Sequence[Mapping[str, Field]]) -> dict[str, Value]:
     return {key: entry.value for key, entry in found.items()}
 
 
-def _steps(folder: Path, names: Sequence[str]) -> dict[str, Value]:
+def _steps(folder: Path, names: Sequence[str], opened: TorchFiles) -> dict[str, Value]:
     """The step of a group, where it is a plain number; every parameter has a copy."""
     found: dict[str, Value] = {}
     for name in names:
         path = folder / "zero" / name / "step.pt"
-        value = open_torch_zip(path).value if path.is_file() else None
+        value = opened.open(path).value if path.is_file() else None
         if isinstance(value, StoredTensor):
             return {}
         if value is None:

@@ -40,6 +40,7 @@ from restride.formats.universal._write_optimizer import (
 from restride.formats.universal.reader import FORMAT, LATEST, find_folder
 from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft, TorchOutput
+from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -68,13 +69,20 @@ _CASTABLE: Final = frozenset({"float32", "bfloat16", "float16", "float64"})
 _ADAM: Final = ("fp32", "exp_avg", "exp_avg_sq")
 
 
-def lay_out(catalog: Catalog, training: Training, *, is_partitioned: bool) -> Export:
+def lay_out(
+    catalog: Catalog,
+    training: Training,
+    *,
+    is_partitioned: bool,
+    opened: TorchFiles | None = None,
+) -> Export:
     """Describe the universal folder of a checkpoint.
 
     Args:
         catalog: What the checkpoint holds.
         training: What goes with the tensors.
         is_partitioned: Whether it is for an engine of ZeRO-3.
+        opened: What the source's files were opened by; without it they are opened again.
 
     Returns:
         Files in the order of the model. A parameter without a master copy (a frozen one, another
@@ -90,9 +98,11 @@ def lay_out(catalog: Catalog, training: Training, *, is_partitioned: bool) -> Ex
         O(tensors * states).
     """
     require_sound(catalog.findings, only_weights=False)
+    opened = opened or TorchFiles()
     root = Path(catalog.root)
     is_universal = catalog.format.startswith(FORMAT)
-    run = open_run(root / find_folder(root) if is_universal else root, has_weights=not is_universal)
+    folder = root / find_folder(root) if is_universal else root
+    run = open_run(folder, opened, has_weights=not is_universal)
     if run.stage_count > 1 and is_partitioned:
         raise UnsupportedError(
             f"is of {run.stage_count} pipeline stages, which an engine of ZeRO-3 does not have",
@@ -100,7 +110,7 @@ def lay_out(catalog: Catalog, training: Training, *, is_partitioned: bool) -> Ex
             remedy="choose --stage 1",
         )
     companions = read_companions(run, catalog, training)
-    source = read_source_state(run, is_universal=is_universal)
+    source = read_source_state(run, opened, is_universal=is_universal)
     if run.is_partitioned != is_partitioned:
         source = SourceState(source.dp_size)
     top = f"{training.tag}_universal"
