@@ -1,9 +1,10 @@
 """Convert one checkpoint, beside `cp` of the same bytes and DeepSpeed's own converter.
 
-    python benchmarks/conversion.py [--gib 1] [--rounds 3] [--json FILE]
+    python benchmarks/conversion.py [--gib 1] [--rounds 3] [--only PATTERN] [--json FILE]
 
-All run in turn, in one call, on the same input with a warm page cache. restride syncs its output,
-the others do not. Read the ratios: machines differ, and this one may be busy.
+All run in turn, in one call, on the same input with a warm page cache, and nothing of the run
+before waits to be written. What syncs its output stands beside `cp` with a sync of every file.
+Read the ratios: machines differ, and this one may be busy.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
+import re
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -26,24 +30,65 @@ PEER = (
 )
 
 
+# Says on stderr how long after the start of its process the first bytes of a tensor were written.
+FIRST_BYTE = """
+import os, sys, time
+real = os.pwrite
+def first(descriptor, content, at):
+    if len(content) >= 4096:
+        os.pwrite = real
+        ticks = int(open("/proc/self/stat").read().rpartition(") ")[2].split()[19])
+        since = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        print(f"first byte after {since:.2f} s", file=sys.stderr)
+    return real(descriptor, content, at)
+os.pwrite = first
+from restride.cli import main
+main()
+"""
+
+
 def contenders(source: Path, out: Path) -> dict[str, list[str]]:
     step = str(source / "step")
     restride = [sys.executable, "-m", "restride", "convert", str(source), str(out)]
+    everything = [*restride, "--states", "all"]
+    universal = [*restride, "--to", "universal"]
+    sharded = [*restride, "--to", "deepspeed", "--tp", "4", "--dp", "1"]
+    one, two = ["--no-sync", "--workers", "1"], ["--no-sync", "--workers", "2"]
+    synced = 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +'
     return {
-        "cp": ["cp", "-r", step, str(out)],
-        "restride --states all": [*restride, "--states", "all"],
-        "restride --states all --memory 64MB": [*restride, "--states", "all", "--memory", "64MB"],
-        "restride --to universal": [*restride, "--to", "universal"],
-        "restride (weights)": restride,
-        "ds_to_universal, 1 worker": [
+        "`cp`": ["cp", "-r", step, str(out)],
+        "universal, 1 worker, no sync": [*universal, *one],
+        "universal, 2 workers, no sync": [*universal, *two],
+        "all states, 1 worker, no sync": [*everything, *one],
+        "all states, 2 workers, no sync": [*everything, *two],
+        "TP2 DP2 -> TP4 DP1, 1 worker, no sync": [*sharded, *one],
+        "TP2 DP2 -> TP4 DP1, 2 workers, no sync": [*sharded, *two],
+        "weights, 2 workers, no sync": [*restride, *two],
+        "`cp` and `sync`": ["sh", "-c", synced, step, str(out)],
+        "universal, 2 workers": [*universal, "--workers", "2"],
+        "all states, 2 workers": [*everything, "--workers", "2"],
+        "all states, 2 workers, `--memory 64MB`": [*everything, *two[1:], "--memory", "64MB"],
+        "all states, 2 workers, `--memory 128MB`": [*everything, *two[1:], "--memory", "128MB"],
+        "all states, 2 workers, `--memory 1GB`": [*everything, *two[1:], "--memory", "1GB"],
+        "TP2 DP2 -> TP4 DP1, 2 workers": [*sharded, "--workers", "2"],
+        "`ds_to_universal`, 1 worker": [
             *(sys.executable, "-c", PEER, "--input_folder", step, "--output_folder", str(out)),
             *("--num_extract_workers", "1", "--num_merge_workers", "1"),
         ],
-        "ds_to_universal, 2 workers": [
+        "`ds_to_universal`, 2 workers": [
             *(sys.executable, "-c", PEER, "--input_folder", step, "--output_folder", str(out)),
             *("--num_extract_workers", "2", "--num_merge_workers", "2"),
         ],
     }
+
+
+def first_byte_s(source: Path, out: Path, *options: str) -> float:
+    """Seconds from the start of the process to the first bytes of a tensor in the output."""
+    command = [sys.executable, "-c", FIRST_BYTE, "convert", str(source), str(out), *options]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    shutil.rmtree(out)
+    found = re.search(r"first byte after ([\d.]+) s", done.stderr)
+    return float(found[1]) if found else math.nan
 
 
 def main() -> None:
@@ -52,6 +97,7 @@ def main() -> None:
     )
     parser.add_argument("--gib", type=float, default=1.0, help="size of the input, about")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="contenders whose name matches, and cp")
     parser.add_argument("--folder", type=Path, help="where to work; a temporary folder by default")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     a = parser.parse_args()
@@ -64,30 +110,46 @@ def main() -> None:
         measure([sys.executable, str(Path(__file__).with_name("synthetic.py")), str(source), *size])
         nbytes = sum(path.stat().st_size for path in (source / "step").iterdir())
         results: dict[str, list[Usage]] = {}
+        firsts: dict[str, list[float]] = {}
         for _ in range(a.rounds):
             for name, command in contenders(source, out).items():
-                results.setdefault(name, []).append(measure(command, {"DS_ACCELERATOR": "cpu"}))
-                shutil.rmtree(out)
+                if name.startswith("`cp`") or re.search(a.only, name):
+                    usage = measure(command, {"DS_ACCELERATOR": "cpu"})
+                    results.setdefault(name, []).append(usage)
+                    shutil.rmtree(out)
+                    os.sync()
+            for target in ("safetensors", "universal"):
+                seconds = first_byte_s(source, out, "--to", target)
+                firsts.setdefault(target, []).append(seconds)
     report(results, nbytes)
+    for target, found in firsts.items():
+        print(f"first byte of a tensor, to {target}: {statistics.median(found):.2f} s after start")
     if a.json:
         rows = {name: [vars(usage) for usage in usages] for name, usages in results.items()}
         record = {"machine": platform.platform(), "input_nbytes": nbytes, "runs": rows}
-        a.json.write_text(json.dumps(record, indent=1))
+        a.json.write_text(json.dumps(record | {"first_byte_s": firsts}, indent=1))
 
 
 def report(results: dict[str, list[Usage]], nbytes: int) -> None:
-    cp = statistics.median(usage.wall_s for usage in results["cp"])
+    """Print one table; what syncs is measured against the copy that does."""
+    medians = {
+        name: statistics.median(u.wall_s for u in usages) for name, usages in results.items()
+    }
     print(f"input {nbytes / 1e9:.2f} GB, {platform.machine()}, Python {platform.python_version()}")
-    print("| what | wall s (median, all) | x cp | peak MB | read GB | written GB |")
-    print("|---|---|---|---|---|---|")
+    print("| what | wall s (median, all) | x `cp` | CPU s | peak MB | read GB | written GB |")
+    print("|---|---|---|---|---|---|---|")
+    copy = "`cp`"
     for name, usages in results.items():
-        wall = statistics.median(usage.wall_s for usage in usages)
+        if name == "`cp` and `sync`":
+            copy = name
+        elif name.startswith("`ds"):
+            copy = "`cp`"
         each = " ".join(f"{usage.wall_s:.2f}" for usage in usages)
+        cpu = statistics.median(usage.cpu_s for usage in usages)
         peak = max(usage.peak_nbytes for usage in usages) / 1e6
         read, written = usages[-1].read_nbytes / 1e9, usages[-1].written_nbytes / 1e9
-        ratio = wall / cp if cp else math.nan
-        figures = f"{wall:.2f} ({each}) | {ratio:.2f} | {peak:.0f} | {read:.2f} | {written:.2f}"
-        print(f"| {name} | {figures} |")
+        figures = f"{medians[name]:.2f} ({each}) | {medians[name] / medians[copy]:.2f} | {cpu:.2f}"
+        print(f"| {name} | {figures} | {peak:.0f} | {read:.2f} | {written:.2f} |")
 
 
 if __name__ == "__main__":

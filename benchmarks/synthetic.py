@@ -10,6 +10,7 @@ so that every element of a state differs from its neighbours. Needs torch and de
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from collections import OrderedDict
@@ -85,7 +86,22 @@ def write(out: Path, *, hidden: int, layers: int, vocab: int, tp: int, dp: int) 
                 folder / f"bf16_zero_pp_rank_{d}_mp_rank_{t:02d}_optim_states.pt",
             )
     (out / "latest").write_text("step")
+    (out / "config.json").write_text(json.dumps(config(hidden, layers, vocab)))
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def config(hidden: int, layers: int, vocab: int) -> dict[str, Any]:
+    """What transformers would write beside it: half as many heads of K/V, of 32 elements each."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 64,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+    }
 
 
 def shard_shape(shape: tuple[int, ...], cut: str, tp: int) -> Any:
