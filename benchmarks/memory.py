@@ -66,17 +66,15 @@ def main() -> None:
                     shutil.rmtree(out)
     print("| one tensor | `--memory` | wall s (median, all) | CPU s | peak MB |")
     print("|---|---|---|---|---|")
-    print(
-        f"| `--dry-run` | | {start.wall_s:.2f} | {start.cpu_s:.2f} | {start.peak_nbytes / 1e6:.0f} |"
-    )
+    figures = f"{start.wall_s:.2f} | {start.cpu_s:.2f} | {start.peak_nbytes / 1e6:.0f}"
+    print(f"| `--dry-run` | | {figures} |")
     for (dtype, budget), usages in results.items():
         each = " ".join(f"{usage.wall_s:.2f}" for usage in usages)
         wall = statistics.median(usage.wall_s for usage in usages)
         cpu = statistics.median(usage.cpu_s for usage in usages)
         peak = max(usage.peak_nbytes for usage in usages) / 1e6
-        print(
-            f"| {a.gib:g} GiB to {dtype} | {budget} | {wall:.2f} ({each}) | {cpu:.2f} | {peak:.0f} |"
-        )
+        figures = f"{wall:.2f} ({each}) | {cpu:.2f} | {peak:.0f}"
+        print(f"| {a.gib:g} GiB to {dtype} | {budget} | {figures} |")
 
 
 if __name__ == "__main__":
