@@ -191,6 +191,10 @@ def test_a_rank_with_nothing():
 @pytest.mark.parametrize(
     "broken",
     [
+        5,
+        None,
+        "logical_shape",
+        [[]],
         {},
         {"logical_shape": [5]},
         {"logical_shape": [5], "ranks": {}},

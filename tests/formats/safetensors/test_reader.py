@@ -177,6 +177,18 @@ def test_a_wrong_total_size_is_noted(tmp_path: Path) -> None:
     assert finding.details == {"stated": 4.5, "nbytes": 3}
 
 
+def test_a_total_size_that_is_no_number_is_noted(tmp_path: Path) -> None:
+    write_file(tmp_path / "m.safetensors", a=3)
+    index = tmp_path / "x.safetensors.index.json"
+    for stated in ([], {}, [3], {"a": [3]}, "3"):
+        write_index(index, {"a": "m.safetensors"}, metadata={"total_size": stated})
+
+        (finding,) = read_catalog(index).findings
+
+        assert finding.kind == "index-total-size"
+        assert finding.details["stated"] == stated
+
+
 def test_a_folder_of_weights_states_and_values_is_one_checkpoint(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", w=(2, 3))
     write_file(tmp_path / "optimizer-00001-of-00002.safetensors", w__exp_avg=(2, 3))

@@ -9,6 +9,7 @@ box says it is held by must be exactly those that list it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, isfinite, prod
@@ -24,7 +25,7 @@ from restride.errors import CorruptError, LayoutError, UnsupportedError
 from restride.formats.deepspeed._fields import Field, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from restride.algebra.mesh import Mesh, MeshLike
 
@@ -103,8 +104,10 @@ def from_affine_map(stored: Mapping[str, object], mesh: MeshLike | None = None) 
         >>> [(a.extent, a.full_stride, a.rank_stride) for a in layout.all_pieces[0].axes]
         [(2, 3, 1), (3, 1, 0)]
     """
+    value: object = stored  # What comes back from JSON may be anything.
+    value = dict(value) if isinstance(value, Mapping) else value
     return from_affine_map_field(
-        Field(dict(stored), "affine map"),  # type: ignore[arg-type]  # checked as it is read
+        Field(value, "affine map"),  # type: ignore[arg-type]  # checked as it is read
         None if mesh is None else as_mesh(mesh),
     )
 

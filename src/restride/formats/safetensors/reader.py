@@ -120,7 +120,7 @@ class _Collected:
                 f"{key!r} in {name!r}",
                 where=str(self.root / found.index_name),
             )
-        if found.total_nbytes not in {None, total_nbytes}:
+        if found.total_nbytes is not None and found.total_nbytes != total_nbytes:
             self.findings.append(_wrong_total(found, total_nbytes))
 
     def _read(self, name: str) -> tuple[HeaderTensor, ...]:
