@@ -39,7 +39,7 @@ class CustomBuildHook(BuildHookInterface):
             # What was built before may be of another source.
             folder.joinpath(LIBRARY).unlink(missing_ok=True)
         try:
-            compile_kernel(folder / "_kernel.c", built)
+            compile_kernel(sorted(folder.glob("_kernel*.c")), built)
         except OSError as error:
             self.app.display_warning(f"restride is built without its kernel: {error}")
             return
@@ -59,7 +59,7 @@ class CustomBuildHook(BuildHookInterface):
         self._scratch.cleanup()
 
 
-def compile_kernel(source: Path, target: Path) -> None:
+def compile_kernel(sources: list[Path], target: Path) -> None:
     """Compile with ``CC`` and ``CFLAGS``, or the first compiler on the path.
 
     Raises:
@@ -72,7 +72,7 @@ def compile_kernel(source: Path, target: Path) -> None:
     if not compiler:
         raise OSError("there is no C compiler on the path, and CC names none")
     more = shlex.split(os.environ.get("CFLAGS", ""))
-    command = [*compiler, *FLAGS, *more, str(source), "-o", str(target)]
+    command = [*compiler, *FLAGS, *more, *map(str, sources), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode or not target.exists():
         said = (done.stderr or done.stdout).strip()[-500:]

@@ -11,7 +11,7 @@ import pytest
 from restride.arrays import _kernel
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "src/restride/arrays/_kernel.c"
+SOURCES = sorted((ROOT / "src/restride/arrays").glob("_kernel*.c"))
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def hook():
 def kernel_file(hook, tmp_path_factory):
     built = tmp_path_factory.mktemp("kernel") / _kernel.FILE_NAME
     try:
-        hook.compile_kernel(SOURCE, built)
+        hook.compile_kernel(SOURCES, built)
     except OSError as error:
         pytest.skip(f"the kernel cannot be built here: {error}")
     return built
@@ -60,3 +60,15 @@ def each_way(kernels):
         return results
 
     return call
+
+
+@pytest.fixture(scope="module", params=["kernel", "NumPy"])
+def both_ways(request):
+    """Runs a module with the kernel and without."""
+    if request.param == "NumPy":
+        with using(None):
+            yield
+    elif _kernel.KERNEL is None:
+        pytest.skip("the package was built without its kernel")
+    else:
+        yield

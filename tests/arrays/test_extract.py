@@ -18,6 +18,8 @@ from restride.testing.arrays import extract_by_walking, random_elements, somewhe
 from restride.testing.partitions import PARTITIONS
 from restride.testing.strategies import layouts
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 DTYPES = ("float32", "float64", "float16", "int64", "uint8", "bool", "complex64", "complex128")
 ROWS = Layout.of({"tp": 2}, (4, 3), [(2, 3)] * 2, [Piece((Axis(2, 6, 1, 0), Axis(6, 1, 0, 1)))])
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from restride.arrays import _kernel
 from restride.arrays.fingerprint import (
     MODULUS,
     Digester,
@@ -18,21 +17,13 @@ from restride.arrays.fingerprint import (
 )
 from restride.testing.fingerprints import digest_slowly
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 BLOCK = 1 << 18
 WORD_WEIGHTS = [10692, 1286, 570, 381]
 ROW_WEIGHTS = [8798, 2276, 14301, 730]
 BLOCK_WEIGHT = 33693933518798475616055693425633994209
 FINGERPRINT = "675d44417d4e2a20ae7717cbc17ad08b"
-
-
-@pytest.fixture(params=["kernel", "NumPy"], scope="module", autouse=True)
-def _digested_by(request):
-    if request.param == "kernel" and _kernel.KERNEL is None:
-        pytest.skip("the kernel was not built")
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "NumPy":
-            patch.setattr(_kernel, "KERNEL", None)
-        yield
 
 
 def random_bytes(nbytes, seed=0):

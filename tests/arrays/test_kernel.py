@@ -86,7 +86,7 @@ def test_a_library_that_is_missing_broken_foreign_or_of_another_version_is_not_u
     foreign.write_text("int restride(void) { return 1; }\n")
     other.write_text("int restride_abi(void) { return -1; }\n")
     for source in (foreign, other):
-        hook.compile_kernel(source, source.with_suffix(".so"))
+        hook.compile_kernel([source], source.with_suffix(".so"))
 
     paths = [tmp_path / "missing.so", broken, foreign.with_suffix(".so"), other.with_suffix(".so")]
 

@@ -25,6 +25,8 @@ from restride.errors import (
 from restride.testing.arrays import random_elements, somewhere_in_memory
 from restride.testing.strategies import layout_pairs
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 ROWS = Layout.of({"tp": 2}, (4, 6), [(2, 6)] * 2, [Piece((Axis(2, 12, 1, 0), Axis(12, 1, 0, 1)))])
 COLUMNS = Layout.of(
     {"tp": 3},

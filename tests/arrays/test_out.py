@@ -14,6 +14,8 @@ from restride.layouts import codegen_qkv, padded, split
 from restride.testing.arrays import random_elements
 from restride.testing.strategies import layouts
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 ROWS = split((4, 6), mesh={"tp": 2})
 COLUMNS = split((4, 6), mesh={"tp": 3}, dim=1)
 

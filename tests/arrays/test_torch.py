@@ -22,7 +22,7 @@ from restride.errors import LayoutError, ReplicaError, UnsupportedError
 from restride.testing.arrays import random_elements
 from restride.testing.strategies import layouts
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("both_ways")]
 torch = pytest.importorskip("torch")
 
 # Each PyTorch dtype beside a NumPy dtype of the same width.
@@ -262,3 +262,29 @@ def test_torch_is_found_and_never_imported():
     )
     source = Path(restride.__file__).parents[1]
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(source)})
+
+
+def test_autograd_notices_that_memory_it_needs_was_written():
+    out = torch.ones(2, 3)
+    weight = torch.ones(2, 3, requires_grad=True)
+    loss = (weight * out).sum()
+
+    extract(ROWS, torch.zeros(4, 3), 0, out=out)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_elements_of_a_subclass_are_reached_through_torch(monkeypatch):
+    class Elsewhere(torch.Tensor):
+        """Its elements need not be where its address says."""
+
+    def refused(*_):
+        raise AssertionError("the kernel was given an address")
+
+    monkeypatch.setattr("restride.arrays._torch.copy_at", refused)
+    full = torch.arange(12.0).view(4, 3).as_subclass(Elsewhere)
+
+    shard = extract(ROWS, full, 1)
+
+    assert shard.tolist() == [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ABI", "FILE_NAME", "KERNEL", "Kernel", "is_available", "load"]
 
-ABI: Final = 1
+ABI: Final = 2
 """What `_kernel.c` must say of itself; both change together."""
 
 FILE_NAME: Final = "librestride.so"
@@ -41,12 +41,19 @@ class Kernel:
         if not 0 <= self.level <= highest:
             raise ValueError(f"level {level} is not one of 0 to {highest}, which this machine has")
         self._library = library
-        function = library.restride_digest
-        address, size = ctypes.c_void_p, ctypes.c_int64
-        function.argtypes = [ctypes.c_int32, address, size, size, *[address] * 4]
-        function.restype = None
+        number, address, size = ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64
+        digest = library.restride_digest
+        digest.argtypes = [number, address, size, size, *[address] * 4]
+        digest.restype = None
         self.digest: Callable[[int, int, int, bytes, int, int, object], None]
-        self.digest = partial(function, self.level)
+        self.digest = partial(digest, self.level)
+        self._copy = library.restride_copy
+        self._copy.argtypes = [address, address, number, address, size]
+        self._copy.restype = number
+
+    def copy(self, target: int, source: int, count: int, loops: bytes, run_nbytes: int) -> bool:
+        """Call ``restride_copy``; whether it could hold so many loops."""
+        return bool(self._copy(target, source, count, loops, run_nbytes) == 0)
 
     def at(self, level: int) -> Kernel:
         """The same functions with narrower vectors. The results are the same."""

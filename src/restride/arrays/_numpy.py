@@ -10,6 +10,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from restride.arrays._words import WORDS, word_nbytes
 from restride.arrays.casts import NamedDType, to_comparable
+from restride.arrays.strided import copy_at
 from restride.errors import LayoutError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -98,12 +99,20 @@ class NumpyFramework:
         view[...] = np.zeros((), view.dtype)
 
     def copy(self, target: NDArray[Any], source: NDArray[Any]) -> None:
-        """Copy in words as wide as both sides allow: NumPy is slow on very short runs."""
+        """Copy with the kernel, or in words as wide as both sides allow.
+
+        NumPy is slow on very short runs.
+        """
+        loops = tuple(zip(target.shape, source.strides, target.strides, strict=True))
+        addresses = (source.__array_interface__["data"][0], target.__array_interface__["data"][0])
+        is_same_type = target.dtype == source.dtype and target.flags.writeable
+        if is_same_type and copy_at(*addresses, loops, target.itemsize):
+            return
         width = word_nbytes(
             target.itemsize,
             target.shape,
             (target.strides, source.strides),
-            (target.ctypes.data, source.ctypes.data),
+            addresses,
         )
         if width > target.itemsize:
             target, source = target.view(WORDS[width]), source.view(WORDS[width])

@@ -1,0 +1,227 @@
+"""Strided copies: the same bytes as a loop over all steps writes, with the kernel and without."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from restride.arrays import _kernel
+from restride.arrays.strided import copy_at, copy_strided
+from restride.errors import LayoutError
+
+EXTENTS = st.one_of(st.integers(1, 4), st.sampled_from([15, 16, 17, 33, 64, 65]))
+RUNS = st.one_of(st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 140))
+MOST = 40_000
+
+
+def nested_strides(draw, extents, run):
+    """Strides that visit no byte twice, in any order of the loops, of any sign."""
+    strides = [0] * len(extents)
+    reach = run
+    for place in draw(st.permutations(range(len(extents)))):
+        strides[place] = reach + draw(st.sampled_from([0, 0, 0, 1, run, 5 * run, 64]))
+        reach = extents[place] * strides[place]
+    return [stride * draw(st.sampled_from([1, 1, 1, -1])) for stride in strides]
+
+
+@st.composite
+def nests(draw):
+    """Loops, the run, and where both sides start in memory that they just fit."""
+    run = draw(RUNS)
+    extents = draw(st.lists(EXTENTS, max_size=4).filter(lambda e: run * np.prod(e) <= MOST))
+    target = nested_strides(draw, extents, run)
+    # The source may be read as often as one likes.
+    source = (
+        nested_strides(draw, extents, run)
+        if draw(st.booleans())
+        else [draw(st.integers(-9, 9)) * run for _ in extents]
+    )
+    loops = list(zip(extents, source, target, strict=True))
+    return loops, run
+
+
+def reach(loops, side, run):
+    steps = [(loop[0] - 1) * loop[side] for loop in loops]
+    return -sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + run
+
+
+def memory(nbytes, seed, offset):
+    content = np.random.default_rng(seed).integers(0, 256, nbytes + 64, dtype=np.uint8)
+    return content[offset : offset + nbytes]
+
+
+def copied_slowly(source, target, loops, run, source_start, target_start):
+    target = target.copy()
+    for steps in product(*(range(loop[0]) for loop in loops)):
+        at = source_start + sum(step * loop[1] for step, loop in zip(steps, loops, strict=True))
+        to = target_start + sum(step * loop[2] for step, loop in zip(steps, loops, strict=True))
+        target[to : to + run] = source[at : at + run]
+    return target
+
+
+@given(nest=nests(), offsets=st.tuples(st.integers(0, 63), st.integers(0, 63)))
+def test_a_copy_moves_what_a_loop_over_all_steps_moves(each_way, nest, offsets):
+    loops, run = nest
+    (before, after), (start, stop) = reach(loops, 1, run), reach(loops, 2, run)
+    source = memory(before + after, 1, offsets[0])
+    target = memory(start + stop, 2, offsets[1])
+    expected = copied_slowly(source, target, loops, run, before, start)
+    event(f"{sum(loop[0] > 1 for loop in loops)} loops")
+
+    def copied():
+        mine = memory(start + stop, 2, offsets[1])
+        copy_strided(source, mine, loops, run, source_start=before, target_start=start)
+        return mine.tobytes()
+
+    assert set(each_way(copied)) == {expected.tobytes()}
+
+
+@given(
+    word=st.sampled_from([1, 2, 4, 8, 16]),
+    rows=st.integers(1, 200),
+    columns=st.integers(1, 200),
+    gaps=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    offset=st.integers(0, 63),
+)
+def test_a_transposition_of_any_size_at_any_address_is_one(
+    each_way, word, rows, columns, gaps, offset
+):
+    pitch, turned_pitch = (columns + gaps[0]) * word, (rows + gaps[1]) * word
+    source = memory(rows * pitch, 3, offset)
+    matrix = np.ndarray((rows, columns), f"V{word}", source, strides=(pitch, word))
+
+    def turned():
+        target = memory(columns * turned_pitch, 4, (offset * 7) % 64)
+        copy_strided(source, target, [(columns, word, turned_pitch), (rows, pitch, word)], word)
+        return target
+
+    results = each_way(turned)
+
+    for result in results:
+        found = np.ndarray((columns, rows), f"V{word}", result, strides=(turned_pitch, word))
+        assert found.tobytes() == matrix.T.tobytes()
+    assert len({result.tobytes() for result in results}) == 1
+
+
+@pytest.mark.parametrize("word", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("offset", [0, 16, 33])
+def test_a_transposition_that_no_cache_holds_is_one(kernels, word, offset):
+    rows, columns = 1 << 11, (10 << 20) // (word << 11)
+    source = memory(rows * columns * word, 5, offset)
+    target = np.zeros(source.nbytes + 64, np.uint8)[offset : offset + source.nbytes]
+    loops = [(columns, word, rows * word), (rows, columns * word, word)]
+    addresses = source.ctypes.data, target.ctypes.data
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kernel, "KERNEL", kernels[-1])
+        assert copy_at(*addresses, loops, word)
+
+    matrix = source.view(f"V{word}").reshape(rows, columns)
+    assert np.array_equal(target.view(f"V{word}").reshape(columns, rows), matrix.T)
+
+
+@pytest.mark.parametrize(
+    ("loops", "run"),
+    [
+        ([(3, 4, 4)], 5),  # runs that overlap in the target
+        ([(3, 4, 0)], 4),  # a target that stays where it is
+        ([(2, 8, 6), (3, 1, 4)], 2),  # loops that mesh, of which it is not plain
+        ([], 0),
+        ([(0, 4, 4)], 4),
+    ],
+)
+def test_the_kernel_leaves_alone_what_it_may_not_reorder(kernels, loops, run):
+    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kernel, "KERNEL", kernels[-1])
+        assert not copy_at(source.ctypes.data, target.ctypes.data, loops, run)
+        assert not copy_at(source.ctypes.data, source.ctypes.data + 3, [(2, 8, 8)], 4)
+
+    assert not target.any()
+    assert np.array_equal(source, np.arange(64))
+
+
+def test_meshing_loops_are_copied_all_the_same(each_way):
+    loops, run = [(2, 8, 6), (3, 1, 4)], 2
+    source = memory(64, 6, 0)
+    expected = copied_slowly(source, np.zeros(64, np.uint8), loops, run, 0, 0)
+
+    def copied():
+        target = np.zeros(64, np.uint8)
+        copy_strided(source, target, loops, run)
+        return target.tobytes()
+
+    assert set(each_way(copied)) == {expected.tobytes()}
+
+
+def test_more_loops_than_the_kernel_holds_are_refused_by_it_and_not_begun(kernels):
+    source, target = np.zeros(8, np.uint8), np.ones(8, np.uint8)
+    loops = np.array([[2, 0, 0]] * 33, np.int64).tobytes()
+
+    done = kernels[-1].copy(target.ctypes.data, source.ctypes.data, 33, loops, 1)
+
+    assert not done
+    assert target.all()
+
+
+@pytest.mark.parametrize(
+    ("loops", "run", "source_start", "target_start", "said"),
+    [
+        ([(4, 16, 4)], 4, 4, 0, "bytes 4 to 56 leaves a source of 52"),
+        ([(4, 4, 16)], 4, 0, 17, "bytes 17 to 69 leaves a target of 68"),
+        ([(4, 4, -16)], 4, 0, 47, "bytes -1 to 51 leaves a target"),
+        ([(4, -4, 4)], 4, 11, 0, "bytes -1 to 15 leaves a source"),
+        ([], 53, 0, 0, "bytes 0 to 53 leaves a source"),
+        ([(-1, 4, 4)], 4, 0, 0, "cannot be counted"),
+        ([], -1, 0, 0, "cannot be counted"),
+        ([(1 << 70, 1, 1)], 1, 0, 0, "leaves a source"),
+    ],
+)
+def test_a_run_outside_of_either_side_is_refused_before_a_byte_moves(
+    each_way, loops, run, source_start, target_start, said
+):
+    source, target = np.ones(52, np.uint8), np.zeros(68, np.uint8)
+
+    def refused():
+        with pytest.raises(LayoutError, match=said):
+            copy_strided(
+                source,
+                target,
+                loops,
+                run,
+                source_start=source_start,
+                target_start=target_start,
+            )
+
+    each_way(refused)
+    assert not target.any()
+
+
+def test_memory_that_is_read_only_or_strewn_is_refused(each_way):
+    content, frozen = np.zeros(8, np.uint8), np.zeros(8, np.uint8)
+    frozen.flags.writeable = False
+
+    def refused():
+        with pytest.raises(LayoutError, match="must not be written"):
+            copy_strided(content, frozen, [], 8)
+        with pytest.raises(LayoutError, match="contiguous"):
+            copy_strided(content[::2], frozen, [], 4)
+
+    each_way(refused)
+
+
+def test_loops_of_one_step_and_of_none_do_nothing_of_their_own(each_way):
+    source = np.arange(8, dtype=np.uint8)
+
+    def copied():
+        target = np.zeros(8, np.uint8)
+        copy_strided(source, target, [(1, 1 << 80, -(1 << 80)), (4, 2, 2)], 2)
+        copy_strided(np.full(8, 9, np.uint8), target, [(0, 1 << 80, 0), (4, 2, 2)], 2)
+        return target.tobytes()
+
+    assert set(each_way(copied)) == {source.tobytes()}
