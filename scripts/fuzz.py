@@ -409,7 +409,9 @@ def replay(path: Path) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600, help="for all targets together")
-    parser.add_argument("--out", type=Path, default=Path("build/fuzzed"), help="log, finds and corpus")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/fuzzed"), help="log, finds and corpus"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--targets", default=",".join(_TARGETS), help="names, with commas")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run a find again")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fuzz_choices import ByteRandom, changed, changed_bytes
+from fuzz_readers import changed_config, changed_rules
 from restride import api
 from restride.comparison import diff, fingerprint
 from restride.errors import RestrideError, StoppedError
@@ -185,6 +186,8 @@ def _write_lies(random: Random, base: _Base, folder: Path) -> bool:
             path.symlink_to(base.root / name)
     if random.randrange(4) == 0:
         _hurt_files(random, base, folder)
+    if random.randrange(6) == 0:
+        (folder / "config.json").write_bytes(changed_config(random))
     return True
 
 
@@ -225,6 +228,9 @@ def _use(random: Random, place: Path) -> str:
     if random.randrange(8) == 0:
         _quietly(lambda: fingerprint(root))
     options = _options(random)
+    if options["to"] == "deepspeed" and random.randrange(6) == 0:
+        (root / "rules.toml").write_text(changed_rules(random), errors="replace")
+        options["rules"] = root / "rules.toml"
     if random.randrange(8) == 0:
         wanted = {k: v for k, v in options.items() if k != "replicas"}
         _quietly(lambda: api.dry_run(root, out, api.Wanted(**wanted), budget_nbytes=budget))

@@ -42,7 +42,16 @@ if TYPE_CHECKING:
 
     from restride.algebra.layout import Layout
 
-__all__ = ["DOCUMENT_SEEDS", "document", "pickle", "reader_seeds", "safetensors", "torch"]
+__all__ = [
+    "DOCUMENT_SEEDS",
+    "changed_config",
+    "changed_rules",
+    "document",
+    "pickle",
+    "reader_seeds",
+    "safetensors",
+    "torch",
+]
 
 # Small, so that an input that reaches a limit does not slow down the others.
 _LIMITS = Limits(work=20_000, expanded=20_000)
@@ -232,8 +241,8 @@ def _fingerprints(random: Random) -> str:
     return "fingerprints"
 
 
-def _signed(manifest: dict[str, Any]) -> str:
-    return json.dumps({**manifest, "digest": _digest(dict(manifest))})
+def _signed(manifest: dict[str, Any]) -> bytes:
+    return json.dumps({**manifest, "digest": _digest(dict(manifest))}).encode()
 
 
 def _journal(random: Random) -> str:
@@ -247,7 +256,8 @@ def _journal(random: Random) -> str:
     return f"journal of {len(_in_file(text, '.journal', read_journal))}"
 
 
-def _rules(random: Random) -> str:
+def changed_rules(random: Random) -> str:
+    """A rule file in which some lines or bytes are wrong."""
     text = _RULES
     for _ in range(random.randrange(4)):
         lines = text.split("\n")
@@ -258,22 +268,28 @@ def _rules(random: Random) -> str:
         text = "\n".join(lines)
     if random.randrange(3) == 0:
         text = changed_bytes(random, text.encode(errors="replace")).decode(errors="replace")
-    config = _changed_config(random)
+    return text
+
+
+def changed_config(random: Random) -> bytes:
+    """A ``config.json`` in which some things are wrong."""
+    return _json(random, _CONFIG)
+
+
+def _rules(random: Random) -> str:
+    rules = read_rules(changed_rules(random))
+    config: Any = _CONFIG
+    for _ in range(random.randrange(3)):
+        config = changed(random, config, is_json=True)
+    config = config if isinstance(config, dict) else {}
     mesh = {"tp": random.choice((1, 2, 3, 4))}
-    for layout in rule_layouts(read_rules(text), _SHAPES, mesh=mesh, config=config).values():
+    for layout in rule_layouts(rules, _SHAPES, mesh=mesh, config=config).values():
         _use(layout)
     return "rules"
 
 
-def _changed_config(random: Random) -> dict[str, Any]:
-    config = _CONFIG
-    for _ in range(random.randrange(3)):
-        config = changed(random, config, is_json=True)
-    return config if isinstance(config, dict) else {}
-
-
 def _config(random: Random) -> str:
-    config = _in_file(_json(random, _CONFIG), ".json", read_model_config)
+    config = _in_file(changed_config(random), ".json", read_model_config)
     mesh = {"tp": random.choice((1, 2, 3, 4))}
     grain = random.choice((1, 1, 4, 64))
     for layout in autotp_layouts(config, _LLAMA, mesh=mesh, grain=grain).values():
