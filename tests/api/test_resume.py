@@ -109,6 +109,49 @@ def test_a_leftover_is_reported_and_never_clobbered(tmp_path):
     }
 
 
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "step/x.pt"])
+def test_a_file_of_somebody_else_among_those_of_the_output_is_not_published(tmp_path, name):
+    out = tmp_path / "out"
+    stopped(SAMPLE, out, 3)
+    stranger = partial_folder(out) / "files" / name
+    stranger.parent.mkdir(exist_ok=True)
+    stranger.write_bytes(b"x")
+
+    for _ in range(2):
+        with pytest.raises(ExistsError, match=f"holds {name}, 1 in all") as error:
+            api.convert(SAMPLE, out, resume=True, **SMALL)
+
+        assert "move that away, or start anew with --force" in str(error.value)
+        assert not out.exists()
+    stranger.unlink()
+    assert api.convert(SAMPLE, out, resume=True, **SMALL).resumed_nbytes > 0
+
+
+def test_a_file_that_appears_among_those_of_the_output_is_not_published(tmp_path):
+    out = tmp_path / "out"
+
+    class Intrudes(NullObserver):
+        def on_step(self, _, /):
+            (partial_folder(out) / "files" / "model.bin").write_text("x")
+
+    with pytest.raises(ExistsError, match=r"holds model\.bin"):
+        api.convert(SAMPLE, out, observer=Intrudes(), **SMALL)
+
+    assert not out.exists()
+
+
+def test_what_was_replaced_is_a_folder_or_somebody_elses(tmp_path):
+    out = tmp_path / "out"
+    stopped(SAMPLE, out, 3)
+    (partial_folder(out) / "replaced").write_bytes(b"")
+
+    for options in ({"resume": True}, {"force": True}):
+        with pytest.raises(ExistsError, match=r"is in the way: .* and holds replaced"):
+            api.convert(SAMPLE, out, **options)
+
+    assert not out.exists()
+
+
 def test_force_starts_anew(tmp_path):
     out = tmp_path / "out"
     stopped(SAMPLE, out, 3)

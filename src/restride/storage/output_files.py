@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OutputFiles", "sync_path", "translated"]
 
+_MOST_NAMED: Final = 3
 # What file systems answer that cannot reserve space ahead.
 _CANNOT_RESERVE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
@@ -148,11 +149,26 @@ class OutputFiles:
         """Make everything durable that is not yet.
 
         Raises:
+            ExistsError: Somebody put another file into the folder.
             ExecutionError: The system cannot do it: a write that it had accepted was lost.
         """
         self.close()
+        self._require_no_other()
         self.sync_files(sorted(self._unsynced))
         self.sync_folders()
+
+    def _require_no_other(self) -> None:
+        """Refuse files that are not of the output: a reader would take them for a part of it."""
+        known = set(self._files.values())
+        with translated("cannot be listed", self.path):
+            found = (path for path in self.path.rglob("*") if not path.is_dir())
+            other = sorted(str(path.relative_to(self.path)) for path in found if path not in known)
+        if other:
+            raise ExistsError(
+                f"holds {', '.join(other[:_MOST_NAMED])}, {len(other)} in all, not of the output",
+                where=str(self.path),
+                remedy="move that away, or start anew with --force",
+            )
 
     def close(self) -> None:
         """Close all files."""

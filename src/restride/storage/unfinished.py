@@ -354,6 +354,8 @@ def _held(folder: Path, target: Path) -> Iterator[None]:
 def _require_ours(folder: Path) -> None:
     """Refuse a folder that merely has the name: something in it is not ours to delete."""
     strangers = sorted({entry.name for entry in folder.iterdir()} - _KNOWN)
+    if os.path.lexists(folder / _REPLACED) and not (folder / _REPLACED).is_dir():
+        strangers.append(_REPLACED)  # only folders are replaced
     if strangers or folder.is_symlink() or folder.stat().st_uid != os.geteuid():
         holds = f"holds {', '.join(strangers[:3])}" if strangers else "belongs to somebody else"
         raise ExistsError(
