@@ -19,12 +19,17 @@ TARGET static void LEVEL(sum_rows)(const uint8_t *const tile[TILE], const double
     UNROLLED for (int row = 0; row < TILE; row++)
         UNROLLED for (int at = 0; at < VECTORS; at++) held[row][at] = (vector){0};
     for (int first = 0; first < WORDS; first += CHUNK) {
-        for (int row = 0; row < TILE; row++)
+        for (int row = 0; row < TILE; row++) {
+            const uint8_t *chunk = tile[row] + 4 * first;
+            /* The same of the next tile: TILE short runs are no pattern that the machine sees. */
+            for (int at = 0; at < 4 * CHUNK; at += 64)
+                __builtin_prefetch(chunk + TILE * ROW_NBYTES + at);
             for (int place = 0; place < CHUNK; place++) {
                 int32_t word;
-                memcpy(&word, tile[row] + 4 * (first + place), 4);
+                memcpy(&word, chunk + 4 * place, 4);
                 words[row][place] = word;
             }
+        }
         for (int place = 0; place < CHUNK; place++) {
             const vector *weight = (const vector *)(weights + SUMS * (first + place));
             UNROLLED for (int row = 0; row < TILE; row++)
