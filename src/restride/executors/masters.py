@@ -9,7 +9,7 @@ that were mixed up, although every number of every header agrees.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from restride.algebra.coverage import replication
 from restride.arrays.differences import Tolerance
@@ -24,7 +24,7 @@ from restride.planning.conversion import plan_reading
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     from restride.algebra.layout import Layout
     from restride.arrays.differences import Difference
@@ -41,6 +41,8 @@ _WIDE_NBYTES: Final = 4
 _SPOT_NUMEL: Final = 256
 _SPOT_SCRATCH_NBYTES: Final = 1 << 16
 _SPOTS_A_FILE: Final = 8
+
+_Place = TypeVar("_Place")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,6 @@ def plan_masters(
     *,
     budget_nbytes: int,
     broken: Container[str] = (),
-    scratch_nbytes: int = _COMPARING_NBYTES,
     workers: int | None = None,
 ) -> MasterPlans | None:
     """Plan to read each weight and its master copy; None where no tensor has both.
@@ -81,12 +82,18 @@ def plan_masters(
         catalog: The checkpoint.
         budget_nbytes: Most memory for plans and buffers.
         broken: Places of arrays, as findings name them, that are not to be read.
-        scratch_nbytes: Memory of each worker for the comparison.
         workers: Most steps to run at one time; by default as many as there are cores.
 
     Raises:
         BudgetError: The budget is too small for any buffer.
     """
+    most_workers = max(1, min(default_workers(), budget_nbytes // (4 * _COMPARING_NBYTES)))
+    tensors = _comparable(catalog, broken)
+    return _plan(catalog, tensors, budget_nbytes, _COMPARING_NBYTES, workers or most_workers)
+
+
+def _comparable(catalog: Catalog, broken: Container[str]) -> list[TensorEntry]:
+    """Tensors whose weights and master copies can be compared."""
     are_copied: dict[Layout, bool] = {}
     tensors = []
     for tensor in catalog.tensors:
@@ -96,9 +103,18 @@ def plan_masters(
                 are_copied[layout] = replication(layout)
             if not are_copied[layout]:
                 tensors.append(tensor)
+    return tensors
+
+
+def _plan(
+    catalog: Catalog,
+    tensors: Sequence[TensorEntry],
+    budget_nbytes: int,
+    scratch_nbytes: int,
+    workers: int,
+) -> MasterPlans | None:
     if not tensors:
         return None
-    workers = workers or max(1, min(default_workers(), budget_nbytes // (4 * scratch_nbytes)))
     part = (budget_nbytes - workers * scratch_nbytes) // 2
     try:
         masters, weights = (
@@ -164,11 +180,10 @@ def spot_check_masters(catalog: Catalog, *, budget_nbytes: int) -> tuple[Finding
         ExecutionError: A file cannot be read.
 
     Cost:
-        Reads some kilobytes of each file.
+        Plans some tensors for each file, and reads some kilobytes of it.
     """
-    plans = plan_masters(
-        catalog, budget_nbytes=budget_nbytes, scratch_nbytes=_SPOT_SCRATCH_NBYTES, workers=1
-    )
+    tensors = _spread(_comparable(catalog, ()))
+    plans = _plan(catalog, tensors, budget_nbytes, _SPOT_SCRATCH_NBYTES, workers=1)
     if plans is None:
         return ()
     with FilePool() as pool:
@@ -188,6 +203,21 @@ def spot_check_masters(catalog: Catalog, *, budget_nbytes: int) -> tuple[Finding
     )
 
 
+def _spread(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
+    """Some of the tensors: a few of those that have elements in each file, first to last."""
+    by_file: dict[int, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        for region in tensor.states["fp32"].regions:
+            if region is not None:
+                by_file.setdefault(region.file, []).append(number)
+    chosen = {number for numbers in by_file.values() for number in _few(numbers)}
+    return [tensors[number] for number in sorted(chosen)]
+
+
+def _few(places: Sequence[_Place]) -> Sequence[_Place]:
+    return places[:: -(-len(places) // _SPOTS_A_FILE)]
+
+
 def _spots(plan: Plan) -> Iterator[tuple[RegionPlan, int]]:
     """Where to look: a few places of each file, from its first to its last fragment."""
     by_file: dict[int, list[tuple[RegionPlan, int]]] = {}
@@ -196,7 +226,7 @@ def _spots(plan: Plan) -> Iterator[tuple[RegionPlan, int]]:
             place = region, fill.target_range.start
             by_file.setdefault(fill.sources[0].file, []).append(place)
     for places in by_file.values():
-        yield from places[:: -(-len(places) // _SPOTS_A_FILE)]
+        yield from _few(places)
 
 
 def _has_both(tensor: TensorEntry, broken: Container[str]) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Final, TypeAlias, assert_never
 
 from restride.algebra.compose import compose
 from restride.algebra.copies import CopyAt, require_copies
@@ -27,12 +28,11 @@ from restride.planning.replicas import Way, blocks_of_target
 from restride.planning.scales import factor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from fractions import Fraction
 
     from restride.algebra._digits import Walk
     from restride.algebra.copies import Decision
-    from restride.algebra.transfer import Transfers
     from restride.checkpoint.catalog import FileEntry, StateEntry
     from restride.checkpoint.dtypes import DType
     from restride.planning.replicas import Block
@@ -117,12 +117,13 @@ def plan_conversion(
             number of bytes.
 
     Cost:
-        O(transfers). Never walks elements.
+        O(transfers), and for each two layouts that differ one `compose`. Never walks elements.
     """
     regions: list[RegionPlan] = []
+    match = cache(_Match)
     for job in jobs:
         try:
-            regions.extend(_regions(job))
+            regions.extend(_regions(job, match))
         except RestrideError as error:
             raise error.located(f"tensor {job.tensor!r}, state {job.state!r}") from error.__cause__
     regions.sort(key=lambda region: (region.target_file, region.target_start_nbytes))
@@ -152,11 +153,12 @@ def plan_comparison(
         BudgetError, CoverageError, UnsupportedError: As for `plan_conversion`.
     """
     regions: list[RegionPlan] = []
+    match = cache(_Match)
     for tensor, state, entry in states:
         layout = whole_layout(entry.layout.full_shape)
         job = Job(tensor, state, entry, layout, (Region(-1, 0),), entry.dtype, "first", "compare")
         try:
-            (region,) = _regions(job)
+            (region,) = _regions(job, match)
         except RestrideError as error:
             raise error.located(f"tensor {tensor!r}, state {state!r}") from error.__cause__
         fills = tuple(fill for fill in region.fills if len(fill.sources) > 1)
@@ -190,13 +192,14 @@ def plan_reading(
         BudgetError, CoverageError, UnsupportedError: As for `plan_conversion`.
     """
     regions: list[RegionPlan] = []
+    match = cache(_Match)
     for number, (tensor, state, entry) in enumerate(states):
         dtype = entry.dtype if dtypes is None else dtypes[number]
         layout = whole_layout(entry.layout.full_shape)
         place = (Region(number, 0),)
         job = Job(tensor, state, entry, layout, place, dtype, "first", "read")
         try:
-            (region,) = _regions(job)
+            (region,) = _regions(job, match)
         except RestrideError as error:
             raise error.located(f"tensor {tensor!r}, state {state!r}") from error.__cause__
         chosen = tuple(Fill(fill.sources[:1], scale=fill.scale) for fill in region.fills)
@@ -204,15 +207,53 @@ def plan_reading(
     return _sized(files, regions, budget_nbytes, workers)
 
 
-def _regions(job: Job) -> Iterator[RegionPlan]:
+_Matcher: TypeAlias = "Callable[[Layout, Layout], _Match]"
+
+
+class _Match:
+    """What two layouts have in common.
+
+    The layers of a model are cut alike, and so are the states of a parameter: planning keeps these
+    by the layouts, so that each two of them are matched once, whatever the number of tensors.
+    """
+
+    def __init__(self, target: Layout, source: Layout) -> None:
+        self._relation = compose(target, source)
+        self._blocks: dict[int, tuple[Block, ...]] = {}
+
+    def blocks(self, rank: int) -> tuple[Block, ...]:
+        """The blocks of one target rank, which together fill all of its elements.
+
+        Raises:
+            CoverageError: The source lacks elements.
+            LayoutError: The blocks are not those that the target needs.
+            UnsupportedError: A source shard holds an element too many times.
+        """
+        if rank not in self._blocks:
+            blocks = blocks_of_target(self._relation, rank)
+            needed = sum(piece.numel for piece in self._relation.target.pieces(rank))
+            found = sum(block.numel for block in blocks)
+            if found != needed:
+                source = self._relation.source
+                verdict = prove(source, side="full")
+                if isinstance(verdict, Hole):
+                    raise CoverageError(explain(verdict, source), verdict=verdict)
+                raise LayoutError(
+                    f"the source fills {found} elements of a target that needs {needed}"
+                )
+            self._blocks[rank] = blocks
+        return self._blocks[rank]
+
+
+def _regions(job: Job, match: _Matcher) -> Iterator[RegionPlan]:
     if job.source.layout.unit_bits is not None or job.target_layout.unit_bits is not None:
         raise UnsupportedError(
             "units of less than an element cannot be converted between files yet"
         )
-    relation = compose(job.target_layout, job.source.layout)
+    found = match(job.target_layout, job.source.layout)
     for rank, region in enumerate(job.target_regions):
         if region is not None:
-            fills = tuple(_fills(job, relation, rank))
+            fills = tuple(_fills(job, found.blocks(rank), rank))
             yield _region(job, rank, region, fills)
         elif job.target_layout.pieces(rank):
             raise PlanError(f"rank {rank} of the target holds elements, but has no place for them")
@@ -247,15 +288,7 @@ def _region(job: Job, rank: int, region: Region, fills: tuple[Fill, ...]) -> Reg
     )
 
 
-def _fills(job: Job, relation: Transfers, rank: int) -> Iterator[Fill]:
-    blocks = blocks_of_target(relation, rank)
-    needed = sum(piece.numel for piece in job.target_layout.pieces(rank))
-    found = sum(block.numel for block in blocks)
-    if found != needed:
-        verdict = prove(job.source.layout, side="full")
-        if isinstance(verdict, Hole):
-            raise CoverageError(explain(verdict, job.source.layout), verdict=verdict)
-        raise LayoutError(f"the source fills {found} elements of a target that needs {needed}")
+def _fills(job: Job, blocks: Iterable[Block], rank: int) -> Iterator[Fill]:
     for block in blocks:
         scale = _chosen_scale(block)
         fill = _decided(job, rank, block, tuple(_sources(job.source, block, scale)))
