@@ -1,11 +1,14 @@
-"""Extract, rebuild and move in memory, beside memcpy and torch's own `copy_`, in one run.
+"""Extract, rebuild, move and digest in memory, beside memcpy and torch's own `copy_`, in one run.
 
-    python benchmarks/arrays.py [--json FILE] [--rows 12288] [--columns 4096]
+    python benchmarks/arrays.py [--json FILE] [--rows 12288] [--columns 4096] [--skip-digests]
 
 Every case is one tensor cut by one layout. What is timed is the whole call into memory that is used
 again, checks and planning of views included; plans are made beforehand. `memcpy` moves the same
 bytes between two plain buffers. `copy_` is what a careful user of torch would write by hand for the
-same case: one `copy_` for each strided view. With two threads each does every second rank.
+same case: one `copy_` for each strided view. Everything of a case runs in turn in every round, and
+what is shown are medians of the ratios of the rounds. One thread is timed by the processor time it
+takes, so that other work on the machine counts less; two, each with every second rank, by the
+clock.
 """
 
 from __future__ import annotations
@@ -21,30 +24,57 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import torch
 
 from restride import Layout, Piece, extract, move, plan_transfer, rebuild
 from restride.algebra.piece import Axis
+from restride.arrays import _kernel
+from restride.arrays.fingerprint import Digester
 from restride.layouts import codegen_qkv, split, transposed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROUNDS = 5
+ROUNDS = 7
 RANKS = 4
+COLUMNS = (
+    "copy_",
+    "copy_ back",
+    "extract",
+    "extract, NumPy",
+    "rebuild",
+    "move",
+    "no kernel: extract",
+    "extract, NumPy ",
+    "rebuild ",
+)
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Median wall time of one call."""
-    call()
-    taken = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+def in_turn(calls: dict[str, Callable[[], Any]], threads: int) -> dict[str, list[float]]:
+    """Seconds of each call in each round."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(ROUNDS + 1):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            if number:
+                taken[name].append(clock() - start)
+    return taken
+
+
+def without_kernel(call: Callable[[], Any]) -> Callable[[], None]:
+    def run() -> None:
+        kept, _kernel.KERNEL = _kernel.KERNEL, None
+        try:
+            call()
+        finally:
+            _kernel.KERNEL = kept
+
+    return run
 
 
 def interleaved(rows: int, columns: int, run: int) -> Layout:
@@ -117,37 +147,63 @@ def measure(layout: Layout, target: Layout, dtype: str, threads: int) -> dict[st
     moved = {rank: torch.empty(target.shard_shape(rank)).to(full.dtype) for rank in ranks}
     halves = list(zip(again.view(-1).chunk(threads), full.view(-1).chunk(threads), strict=True))
     pairs = by_hand(layout, full, memory)
-    taken = {
-        "memcpy": seconds(run_on(threads, [lambda a=a, b=b: a.copy_(b) for a, b in halves])),
-        "copy_": seconds(run_on(threads, [lambda a=a, b=b: a.copy_(b) for a, b in pairs])),
-        "copy_ back": seconds(run_on(threads, [lambda a=a, b=b: b.copy_(a) for a, b in pairs])),
-        "extract": seconds(
-            run_on(
-                threads,
-                [lambda rank=rank: extract(layout, full, rank, out=memory[rank]) for rank in ranks],
-            )
-        ),
-    }
     arrays = [array.view(torch.int16 if full.itemsize == 2 else torch.int32) for array in memory]
     native = [array.numpy() for array in arrays]
     whole = full.view(arrays[0].dtype).numpy()
-    taken["extract, NumPy"] = seconds(
-        run_on(
-            threads,
-            [lambda rank=rank: extract(layout, whole, rank, out=native[rank]) for rank in ranks],
-        )
-    )
-    if threads == 1:
-        given = dict(enumerate(shards))
-        taken["rebuild"] = seconds(lambda: rebuild(layout, given, out=again))
-        taken["move"] = seconds(lambda: move(transfers, given, out=moved))
-        if not torch.equal(again.view(-1), full.view(-1)):
-            raise SystemExit("rebuilt something else")
-    nbytes = full.numel() * full.itemsize
-    return {
-        "memcpy_gb_s": nbytes / taken["memcpy"] / 1e9,
-        **{name: taken["memcpy"] / value for name, value in taken.items() if name != "memcpy"},
+    given = dict(enumerate(shards))
+
+    def cut(source: Any, out: list[Any]) -> Callable[[], None]:
+        return run_on(threads, [lambda r=r: extract(layout, source, r, out=out[r]) for r in ranks])
+
+    calls = {
+        "memcpy": run_on(threads, [lambda a=a, b=b: a.copy_(b) for a, b in halves]),
+        "copy_": run_on(threads, [lambda a=a, b=b: a.copy_(b) for a, b in pairs]),
+        "copy_ back": run_on(threads, [lambda a=a, b=b: b.copy_(a) for a, b in pairs]),
+        "extract": cut(full, memory),
+        "extract, NumPy": cut(whole, native),
+        "no kernel: extract": without_kernel(cut(full, memory)),
+        "extract, NumPy ": without_kernel(cut(whole, native)),
     }
+    if threads == 1:
+        calls["rebuild"] = lambda: rebuild(layout, given, out=again)
+        calls["move"] = lambda: move(transfers, given, out=moved)
+        calls["rebuild "] = without_kernel(calls["rebuild"])
+    taken = in_turn(calls, threads)
+    if threads == 1 and not torch.equal(again.view(-1), full.view(-1)):
+        raise SystemExit("rebuilt something else")
+    nbytes = full.numel() * full.itemsize
+    found = {"memcpy_gb_s": nbytes / statistics.median(taken["memcpy"]) / 1e9}
+    for name, seconds in taken.items():
+        ratios = [whole / part for whole, part in zip(taken["memcpy"], seconds, strict=True)]
+        found[name] = statistics.median(ratios)
+    return found
+
+
+def digests(nbytes: int = 1 << 28, buffer_nbytes: int = 1 << 20) -> dict[str, float]:
+    """GB/s of digests of random weights, of one buffer in the cache and of all memory in turn."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        weights = torch.randn(nbytes // 4, generator=generator).to(getattr(torch, dtype))
+        content = weights.view(torch.uint8).numpy()
+        parts = np.split(content, content.nbytes // buffer_nbytes)
+        hot = [parts[0][: 1 << 18]] * 1024
+
+        def digest(buffers: list[Any]) -> int:
+            digester = Digester()
+            return sum(digester.digest(buffer, 0) for buffer in buffers)
+
+        for threads in (1, 2):
+            calls = {}
+            for place, buffers in (("256 KiB in the cache", hot), ("memory", parts)):
+                shares = [buffers[number::threads] for number in range(threads)]
+                call = run_on(threads, [lambda share=share: digest(share) for share in shares])
+                calls[f"{dtype}, {place}, {threads}"] = call
+                calls[f"{dtype}, {place}, {threads}, NumPy"] = without_kernel(call)
+            for name, seconds in in_turn(calls, threads).items():
+                moved = sum(b.nbytes for b in (hot if "cache" in name else parts))
+                found[name] = moved / statistics.median(seconds) / 1e9
+    return found
 
 
 def main() -> None:
@@ -155,6 +211,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rows", type=int, default=12288)
     parser.add_argument("--columns", type=int, default=4096)
+    parser.add_argument("--skip-digests", action="store_true")
     a = parser.parse_args()
     torch.set_num_threads(1)
     record: dict[str, Any] = {
@@ -162,11 +219,15 @@ def main() -> None:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "torch": torch.__version__,
+        "kernel": _kernel.KERNEL and _kernel.KERNEL.level,
         "cases": {},
     }
-    columns = ("copy_", "copy_ back", "extract", "extract, NumPy", "rebuild", "move")
+    if not a.skip_digests:
+        record["digests"] = digests()
+        for name, rate in record["digests"].items():
+            print(f"digest of {name:52} {rate:7.1f} GB/s")
     print(f"{a.rows} x {a.columns}, {RANKS} ranks; speed as a part of memcpy's")
-    print(f"{'case':28} {'':9} {'memcpy':>10}" + "".join(f"{name:>15}" for name in columns))
+    print(f"{'case':28} {'':9} {'memcpy':>10}" + "".join(f"{name:>19}" for name in COLUMNS))
     for name, layout in cases(a.rows, a.columns).items():
         target = split((a.rows, a.columns), mesh={"tp": RANKS})
         for dtype in ("float16", "float32"):
@@ -174,7 +235,7 @@ def main() -> None:
                 found = measure(layout, target, dtype, threads)
                 record["cases"][f"{name}, {dtype}, {threads}"] = found
                 cells = "".join(
-                    f"{found[key]:15.2f}" if key in found else " " * 15 for key in columns
+                    f"{found[key]:19.2f}" if key in found else " " * 19 for key in COLUMNS
                 )
                 print(
                     f"{name:28} {dtype[5:]:>3}b x{threads}t {found['memcpy_gb_s']:7.1f}GB/s{cells}"

@@ -19,6 +19,7 @@ enum {
     MOST_AXES = 32,
     LINE = 64,           /* bytes of a cache line */
     LONGEST_SHORT = 128, /* bytes of a run that is not worth a call of memcpy */
+    AHEAD_NBYTES = 2048, /* that are fetched of a long run before its turn */
     /* Lines of the target that are written in turn: about as many pages stay known to the machine. */
     PANEL = 512,
     BLOCK = 32, /* steps of both loops of a tile of runs that are no words */
@@ -60,10 +61,15 @@ INLINED void move_runs(uint8_t *target, const uint8_t *source, axis_t outer, axi
 
 static void move_long_runs(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
                            int64_t nbytes) {
+    int64_t ahead = nbytes < AHEAD_NBYTES ? nbytes : AHEAD_NBYTES;
+    if (nbytes < AHEAD_NBYTES / 2) ahead = 0; /* too short for that to pay */
     for (int64_t i = 0; i < outer.extent; i++)
-        for (int64_t j = 0; j < inner.extent; j++)
-            memcpy(target + i * outer.target + j * inner.target,
-                   source + i * outer.source + j * inner.source, (size_t)nbytes);
+        for (int64_t j = 0; j < inner.extent; j++) {
+            const uint8_t *from = source + i * outer.source + j * inner.source;
+            /* The machine finds out where a run goes on, but not where the next one begins. */
+            for (int64_t at = 0; at < ahead; at += LINE) __builtin_prefetch(from + inner.source + at);
+            memcpy(target + i * outer.target + j * inner.target, from, (size_t)nbytes);
+        }
 }
 
 static void lines(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
@@ -174,6 +180,8 @@ INLINED void turn(uint8_t *target, const uint8_t *source, axis_t across, axis_t 
             for (int64_t j = panel; j < stop; j += side) {
                 const uint8_t *from = source + i * along.source + j * word;
                 uint8_t *to = target + i * word + j * across.target;
+                for (int k = 0; k < side; k++)
+                    __builtin_prefetch(from + k * along.source + LINE);
                 for (int k = 0; k < side; k += step)
                     for (int m = 0; m < side; m += step)
                         transpose(buffer + LINE * m + word * k, LINE,
