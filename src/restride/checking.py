@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from restride.checkpoint.catalog import Finding
-from restride.checkpoint.fused_cuts import FUSED_CUT, fused_findings
 from restride.checkpoint.proofs import prove_catalog
 from restride.errors import RestrideError
 from restride.executors.drift import DriftTable, drift_findings
@@ -20,7 +19,6 @@ from restride.executors.sources import default_budget_nbytes, default_workers
 from restride.executors.verifying import digest_rows
 from restride.formats._registry import open_catalog
 from restride.planning.conversion import plan_comparison
-from restride.targets import find_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,8 +90,7 @@ def check(
     """
     started = time.perf_counter()
     catalog = open_catalog(path)
-    noticed = [finding for finding in catalog.findings if finding.kind != FUSED_CUT]
-    findings = [*noticed, *_fused(catalog), *prove_catalog(catalog)]
+    findings = [*_judged(catalog), *prove_catalog(catalog)]
     # What a broken layout would read is not what the tensor is: compare the sound ones only.
     broken = {finding.where for finding in findings if finding.severity == "error"}
     states = [
@@ -182,8 +179,13 @@ class _OneAfterTheOther:
         self._observer.on_finish(event)
 
 
-def _fused(catalog: Catalog) -> list[Finding]:
-    """Fused weights that train wrongly, judged by the model's config where one is found."""
+def _judged(catalog: Catalog) -> list[Finding]:
+    """What was noticed, with fused weights judged by the model's config where one is found."""
+    # Only a check needs the catalogue of families.
+    from restride.checkpoint.fused_cuts import FUSED_CUT, fused_findings  # noqa: PLC0415
+    from restride.targets import find_config  # noqa: PLC0415
+
+    noticed = [finding for finding in catalog.findings if finding.kind != FUSED_CUT]
     notes: tuple[Finding, ...] = ()
     config: Mapping[str, object] | None = None
     try:
@@ -192,4 +194,4 @@ def _fused(catalog: Catalog) -> list[Finding]:
         # It is no part of the checkpoint: weights are judged by their names instead.
         notes = (Finding("note", "model-config", f"{error}: it is not used", error.where),)
     found = list(fused_findings(catalog, config))
-    return [*notes, *found] if found or config is None else []
+    return [*noticed, *notes, *found] if found or config is None else noticed

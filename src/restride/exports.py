@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from restride.checkpoint.optimizer_scale import follow_scales
 from restride.checkpoint.output import Output, OutputFile
 from restride.checkpoint.selection import Export, cast_target, select_optimizer, select_weights
 from restride.errors import UnsupportedError
 from restride.formats._registry import open_training
-from restride.targets import Cut, find_cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -131,6 +128,8 @@ def _lay_out_safetensors(
                 lay_out(_targets(moments), stem="optimizer", max_shard_nbytes=max_shard_nbytes)
             )
         selected += moments
+        import msgspec  # noqa: PLC0415 - only where there are values to write
+
         values = msgspec.json.format(msgspec.json.encode(dict(catalog.values)), indent=1) + b"\n"
         outputs.append(Output((OutputFile("state.json", len(values), ((0, values),)),)))
     return Export(Output.joined(outputs), tuple(selected))
@@ -155,6 +154,7 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
     """The same for DeepSpeed's sharded form, for ranks that may be others than the source's."""
     from restride.formats.deepspeed.target import DeepSpeedTarget  # noqa: PLC0415
     from restride.formats.deepspeed.writer import lay_out  # noqa: PLC0415
+    from restride.targets import Cut, find_cut  # noqa: PLC0415 - with the catalogue of families
 
     training = open_training(catalog, opened)
     target = DeepSpeedTarget(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from restride import api
-from restride.cli.contents import catalog_to_json, finding_to_json, show_findings, show_headline
+from restride.cli.contents import catalog_to_json, show_headline
 from restride.cli.exits import ExitCode
+from restride.cli.findings import finding_to_json, show_findings
 from restride.cli.options import json_option, memory_option
 from restride.cli.output import open_page, write_json
 from restride.cli.progress import open_progress

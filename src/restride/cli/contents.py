@@ -6,30 +6,24 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from restride.algebra.serial import layout_to_json
-from restride.cli.drift import KIND as DRIFT
-from restride.cli.drift import show_drift
+from restride.cli.findings import finding_to_json
 from restride.cli.output import Column
 from restride.cli.picture import format_shape
 from restride.cli.sizes import format_count, format_size
 from restride.cli.words import describe_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
-    from restride.checkpoint.catalog import Catalog, Finding, TensorEntry
-    from restride.cli.output import Page, Tone
+    from restride.checkpoint.catalog import Catalog, TensorEntry
+    from restride.cli.output import Page
 
 __all__ = [
     "catalog_to_json",
-    "finding_to_json",
-    "show_findings",
     "show_headline",
     "show_summary",
     "show_tensors",
 ]
-
-_MOST_OF_A_KIND = 5
-_TONES: dict[str, Tone] = {"error": "bad", "warning": "warn", "note": "dim"}
 
 
 def catalog_to_json(catalog: Catalog) -> dict[str, object]:
@@ -41,17 +35,6 @@ def catalog_to_json(catalog: Catalog) -> dict[str, object]:
         "tensors": {tensor.name: _tensor_to_json(tensor) for tensor in catalog.tensors},
         "values": sorted(catalog.values),
         "findings": [finding_to_json(finding) for finding in catalog.findings],
-    }
-
-
-def finding_to_json(finding: Finding) -> dict[str, object]:
-    """One finding, for machines."""
-    return {
-        "severity": finding.severity,
-        "kind": finding.kind,
-        "where": finding.where,
-        "message": finding.message,
-        "details": dict(finding.details),
     }
 
 
@@ -103,30 +86,6 @@ def show_tensors(page: Page, catalog: Catalog) -> None:
         page.line()
     for tensor in tied:
         page.line(f"{', '.join(tensor.aliases)} is tied to {tensor.name}")
-
-
-def show_findings(page: Page, findings: Iterable[Finding]) -> None:
-    """Write one line for each finding, then copies that differ as a table.
-
-    One lost file leaves a hole in every array: of the same kind only the first few are shown.
-    """
-    findings = tuple(findings)
-    counts = Counter(finding.kind for finding in findings)
-    shown: Counter[str] = Counter()
-    for finding in findings:
-        if finding.kind == DRIFT:
-            continue
-        shown[finding.kind] += 1
-        if shown[finding.kind] <= _MOST_OF_A_KIND:
-            page.line(f"{finding.severity}: {finding.message} [{finding.kind}]", _tone(finding))
-        elif shown[finding.kind] == counts[finding.kind]:
-            more = counts[finding.kind] - _MOST_OF_A_KIND
-            page.line(f"... and {more} more [{finding.kind}]; --json lists all", _tone(finding))
-    show_drift(page, findings)
-
-
-def _tone(finding: Finding) -> Tone:
-    return _TONES[finding.severity]
 
 
 def _dtype(tensor: TensorEntry) -> str:

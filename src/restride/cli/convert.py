@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final, Literal
 import click
 
 from restride import api
-from restride.cli.contents import finding_to_json, show_findings
 from restride.cli.cut_options import cut_options
 from restride.cli.exits import ExitCode
+from restride.cli.findings import finding_to_json, show_findings
 from restride.cli.options import (
     as_nbytes,
     as_replica_rules,

@@ -10,10 +10,11 @@ import click
 
 from restride import api
 from restride.algebra.serial import layout_to_json
-from restride.cli.contents import finding_to_json, show_findings, show_headline
+from restride.cli.contents import show_headline
 from restride.cli.cut_options import cut_options
 from restride.cli.exits import ExitCode
 from restride.cli.families import show_families
+from restride.cli.findings import finding_to_json, show_findings
 from restride.cli.options import json_option
 from restride.cli.output import Column, open_page, write_json
 from restride.cli.picture import format_shape

@@ -9,11 +9,11 @@ import click
 from restride import api
 from restride.cli.contents import (
     catalog_to_json,
-    show_findings,
     show_headline,
     show_summary,
     show_tensors,
 )
+from restride.cli.findings import show_findings
 from restride.cli.options import json_option
 from restride.cli.output import open_page, write_json
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from restride.cli.contents import finding_to_json, show_findings
+from restride.cli.findings import finding_to_json, show_findings
 from restride.cli.output import open_page, write_json
 from restride.cli.sizes import format_count, format_duration, format_rate, format_size
 
