@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from restride.algebra.coverage import replication
 from restride.checkpoint.decisions import DEFAULT, read_rules
+from restride.checkpoint.proofs import master_findings
 from restride.checkpoint.soundness import require_sound
 from restride.executors.identity import describe_job
 from restride.executors.masters import spot_check_masters
@@ -88,7 +89,8 @@ def prepare(
     opened = TorchFiles()
     catalog = open_catalog(path, opened)
     only_weights = wanted.to == "safetensors" and wanted.states != "all"
-    require_sound(catalog.findings, only_weights=only_weights)
+    noticed = (*catalog.findings, *master_findings(catalog))
+    require_sound(noticed, only_weights=only_weights)
     budget = default_budget_nbytes() if budget_nbytes is None else budget_nbytes
     # Before the job is described: what changes later is noticed.
     reader = CatalogReader(catalog, pool)

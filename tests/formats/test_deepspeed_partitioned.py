@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from restride import api
 from restride.algebra.coverage import Covered, prove
+from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.selection import select_weights
 from restride.checkpoint.values import Constructed, GlobalName
 from restride.errors import CorruptError, RestrideError, UnsupportedError
@@ -200,6 +202,26 @@ def test_the_configuration_says_the_type_where_the_module_does_not(tmp_path, con
     (selected,) = select_weights(read_catalog(tmp_path / "run"))
 
     assert (selected.state, selected.dtype.name) == ("fp32", dtype)
+
+
+def test_a_master_copy_of_integers_is_not_taken_for_the_weight(saved, tmp_path):
+    """It was written as it is, under the name of a weight that is trained in fp16."""
+
+    def lie(root):
+        state = root["optimizer_state_dict"]
+        state["fp32_flat_groups"] = [
+            replace(tensor, storage=replace(tensor.storage, dtype=DTYPES["int32"]))
+            for tensor in state["fp32_flat_groups"]
+        ]
+
+    for file in (saved / "step").glob("*optim_states.pt"):
+        edit_file(file, lie)
+
+    for options in ({}, {"dtype": "bfloat16"}, {"to": "universal"}, {"to": "deepspeed"}):
+        with pytest.raises(CorruptError, match="'fp32': the master copy is int32, the parameter"):
+            api.convert(saved, tmp_path / "out", **options)
+    (finding, *_) = api.check(saved).findings
+    assert (finding.severity, finding.kind) == ("error", "master-dtype")
 
 
 def test_a_weight_that_the_module_has_after_all_is_read(tmp_path):

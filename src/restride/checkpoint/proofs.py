@@ -14,19 +14,20 @@ if TYPE_CHECKING:
     from restride.algebra.layout import Layout
     from restride.checkpoint.catalog import Catalog, StateEntry
 
-__all__ = ["prove_catalog"]
+__all__ = ["master_findings", "prove_catalog"]
 
 
 def prove_catalog(catalog: Catalog) -> Iterator[Finding]:
     """Prove that every tensor and every state is whole, and that every shard lies inside its file.
 
     Yields:
-        One error for each layout that has a hole, a gap or an overlap, with the witness, and one
-        for each shard that reaches past the end of its file.
+        One error for each layout that has a hole, a gap or an overlap, with the witness, one for
+        each shard that reaches past the end of its file, and those of `master_findings`.
 
     Cost:
         One proof per different layout; never walks elements.
     """
+    yield from master_findings(catalog)
     verdicts: dict[tuple[Layout, str], Verdict] = {}
 
     def proved(layout: Layout, side: str) -> Verdict:
@@ -46,6 +47,22 @@ def prove_catalog(catalog: Catalog) -> Iterator[Finding]:
             if not isinstance(verdict, Covered):
                 yield _finding(f"{where}, state {state!r}", entry.layout, verdict)
             yield from _outside(catalog, entry, f"{where}, state {state!r}")
+
+
+def master_findings(catalog: Catalog) -> Iterator[Finding]:
+    """Tell of master copies of integers where the parameter is trained in floating point.
+
+    Nothing rounds one to the other: it would be written as it is, as a weight or as its master.
+    """
+    for tensor in catalog.tensors:
+        master, weight = tensor.states.get("fp32"), tensor.states.get("weight")
+        trained = tensor.trained_dtype if weight is None else weight.dtype
+        if master is None or trained is None or trained.kind != "float":
+            continue
+        if master.dtype.kind != "float":
+            where = f"tensor {tensor.name!r}, state 'fp32'"
+            what = f"the master copy is {master.dtype}, the parameter is trained in {trained}"
+            yield Finding("error", "master-dtype", f"{where}: {what}", where)
 
 
 def _finding(where: str, layout: Layout, verdict: Verdict) -> Finding:
