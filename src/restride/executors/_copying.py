@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from math import gcd, prod
+from math import prod
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from restride.arrays.casts import cast, largest_gap, round_once, to_comparable
 from restride.arrays.scaling import scaled_once
+from restride.arrays.strided import copy_strided
 from restride.errors import ReplicaError, UnsupportedError
 from restride.executors.events import ReplicaDrift
-from restride.planning.projection import WORTHWHILE_GAP_NBYTES
+from restride.planning.sharing import is_dense, shared_span, span_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from restride.checkpoint.dtypes import DType
     from restride.planning.plan import Copy, Plan, RegionPlan, Step, StepFill
+    from restride.planning.sharing import Span
 
 __all__ = ["Reader", "StepBuffers", "Writer", "carry_out", "fill_step"]
 
@@ -48,20 +49,31 @@ class StepBuffers:
         self.main: NDArray[np.uint8] = np.empty(plan.buffer_nbytes, np.uint8)
         self.replica: NDArray[np.uint8] = np.empty(plan.buffer_nbytes, np.uint8)
         self.span: NDArray[np.uint8] = np.empty(plan.buffer_nbytes, np.uint8)
+        # What the span buffer has of a file, where all that is read now is in it.
+        self.held: Span | None = None
         self.read_nbytes = 0
+
+    def hold(self, span: Span | None, reader: Reader) -> None:
+        """Read a span for several steps, or forget the last one."""
+        self.held = None
+        if span is not None:
+            scratch = self.span[: span.stop_nbytes - span.start_nbytes]
+            reader.read_into(span.file, span.start_nbytes, scratch.data)
+            self.read_nbytes += scratch.nbytes
+            self.held = span
 
 
 def carry_out(
-    step: Step,
+    bundle: Sequence[Step],
     reader: Reader,
     writer: Writer | None,
     buffers: StepBuffers,
     on_drift: Callable[[ReplicaDrift], None],
-) -> None:
-    """Read one step and write it, in chunks where it needs nothing else.
+) -> Iterator[Step]:
+    """Read and write one step after the other; yield each when it is done.
 
     Args:
-        step: What to do.
+        bundle: The steps. What they share is read once.
         reader: Where the bytes come from.
         writer: Where they go; None compares replicas, and reads nothing that has none.
         buffers: Memory of the worker.
@@ -71,6 +83,22 @@ def carry_out(
         ReplicaError: Replicas differ that must agree.
         ExecutionError: Reading or writing failed.
     """
+    if writer is not None:
+        buffers.hold(shared_span(bundle, buffers.span.nbytes), reader)
+    for step in bundle:
+        _carry_out(step, reader, writer, buffers, on_drift)
+        yield step
+    buffers.held = None
+
+
+def _carry_out(
+    step: Step,
+    reader: Reader,
+    writer: Writer | None,
+    buffers: StepBuffers,
+    on_drift: Callable[[ReplicaDrift], None],
+) -> None:
+    """One step, in chunks where it needs nothing else."""
     region = step.region
     if not region.streamed_numel:
         if step.fills or writer is not None:
@@ -320,24 +348,31 @@ def _read_block(
     buffers: StepBuffers,
 ) -> None:
     """Read one strided block: straight, through the span buffer, or in parts."""
+    span = span_nbytes([axis[:2] for axis in axes], run_nbytes)
+    if buffers.held is not None:
+        held_start = source_start - buffers.held.start_nbytes
+        copy_strided(
+            *(buffers.span, target, axes, run_nbytes),
+            source_start=held_start,
+            target_start=target_start,
+        )
+        return
     if not axes:
         reader.read_into(file, source_start, target[target_start : target_start + run_nbytes].data)
         buffers.read_nbytes += run_nbytes
         return
-    span = run_nbytes + sum((extent - 1) * source for extent, source, _ in axes)
-    runs = prod(extent for extent, _, _ in axes)
-    is_dense = span <= runs * (run_nbytes + WORTHWHILE_GAP_NBYTES)
-    if is_dense and span <= buffers.span.nbytes:
+    is_one = is_dense([axis[:2] for axis in axes], run_nbytes)
+    if is_one and span <= buffers.span.nbytes:
         scratch = buffers.span[:span]
         reader.read_into(file, source_start, scratch.data)
         buffers.read_nbytes += span
-        _copy(scratch, target, target_start, axes, run_nbytes)
+        copy_strided(scratch, target, axes, run_nbytes, target_start=target_start)
         return
     extent, source_stride, target_stride = axes[0]
     inner = axes[1:]
-    inner_span = run_nbytes + sum((n - 1) * s for n, s, _ in inner)
+    inner_span = span_nbytes([axis[:2] for axis in inner], run_nbytes)
     count = 1
-    if is_dense and inner_span <= buffers.span.nbytes:
+    if is_one and inner_span <= buffers.span.nbytes:
         count = max(1, (buffers.span.nbytes - inner_span) // source_stride + 1)
     for first in range(0, extent, count):
         part = min(count, extent - first)
@@ -352,25 +387,3 @@ def _read_block(
             reader,
             buffers,
         )
-
-
-def _copy(
-    source: NDArray[np.uint8],
-    target: NDArray[np.uint8],
-    target_start: int,
-    axes: tuple[tuple[int, int, int], ...],
-    run_nbytes: int,
-) -> None:
-    """Copy a strided block in the widest words that all its addresses share."""
-    strides = (stride for axis in axes for stride in axis[1:])
-    word = gcd(_LARGEST_WORD_NBYTES, run_nbytes, target_start, *strides)
-    steps = [(extent - 1) * stride for extent, _, stride in axes]
-    low = target_start + sum(step for step in steps if step < 0)
-    high = target_start + sum(step for step in steps if step > 0) + run_nbytes
-    shape = (*(axis[0] for axis in axes), run_nbytes // word)
-    into = target[low:high].view(f"u{word}")[(target_start - low) // word :]
-    out_of = source.view(f"u{word}")
-    np.copyto(
-        as_strided(into, shape, (*(axis[2] for axis in axes), word)),
-        as_strided(out_of, shape, (*(axis[1] for axis in axes), word)),
-    )

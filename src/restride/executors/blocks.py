@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from restride.arrays.fingerprint import MODULUS, Digester
+from restride.planning.sharing import bundles, families
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -99,22 +100,22 @@ class BlockTable:
                     done.append(Block(number, block, digests[block]))
         return done
 
-    def steps(self) -> Iterator[Step]:
-        """Steps that write into blocks that are not done, in target order."""
-        for number, region in enumerate(self.regions):
-            left = self._left[number]
-            itemsize = region.target_dtype.itemsize_nbytes
-            if all(left) or not left:
-                yield from region.steps()
-            elif any(left):
-                blocks = [
-                    range(
-                        block * BLOCK_NBYTES // itemsize, -(-(block + 1) * BLOCK_NBYTES // itemsize)
-                    )
-                    for block, nbytes in enumerate(left)
-                    if nbytes
-                ]
-                yield from region.steps(blocks)
+    def steps(self) -> Iterator[Sequence[Step]]:
+        """Bundles of steps that write into blocks that are not done, in target order."""
+        return bundles(families(self.regions), self._steps)
+
+    def _steps(self, number: int) -> Iterator[Step]:
+        region, left = self.regions[number], self._left[number]
+        itemsize = region.target_dtype.itemsize_nbytes
+        if all(left) or not left:
+            yield from region.steps()
+        elif any(left):
+            blocks = [
+                range(block * BLOCK_NBYTES // itemsize, -(-(block + 1) * BLOCK_NBYTES // itemsize))
+                for block, nbytes in enumerate(left)
+                if nbytes
+            ]
+            yield from region.steps(blocks)
 
     def digests(self, region: int) -> Sequence[int]:
         """Digests of the blocks of one region, as far as they are done."""

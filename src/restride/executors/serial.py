@@ -36,9 +36,9 @@ class SerialExecutor:
         """
         buffers = StepBuffers(plan)
         done_steps = done_nbytes = 0
-        for region in plan.regions:
-            for step in region.steps():
-                carry_out(step, reader, writer, buffers, observer.on_drift)
+        for bundle in plan.bundles():
+            for step in carry_out(bundle, reader, writer, buffers, observer.on_drift):
+                region = step.region
                 done_steps += 1
                 done_nbytes += step.numel * region.target_dtype.itemsize_nbytes
                 observer.on_step(

@@ -14,7 +14,7 @@ from restride.executors._copying import StepBuffers, carry_out
 from restride.executors.events import ReplicaDrift, StepFinished
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Sequence
 
     from restride.executors._copying import Reader, Writer
     from restride.executors.events import Observer
@@ -33,7 +33,7 @@ class StreamingExecutor:
         writer: Writer | None,
         observer: Observer,
         *,
-        steps: Iterable[Step] | None = None,
+        steps: Iterable[Sequence[Step]] | None = None,
         stop: Event | None = None,
     ) -> int:
         """Run every step, as `SerialExecutor.execute` does.
@@ -46,7 +46,7 @@ class StreamingExecutor:
             reader: Source files, by the numbers of the plan.
             writer: Target files; None compares the replicas and writes nothing.
             observer: Receives an event after each step.
-            steps: Steps of the plan to run; all by default.
+            steps: Bundles of steps of the plan to run; all by default.
             stop: When it is set, no further step is started, and the call returns.
 
         Returns:
@@ -70,13 +70,17 @@ class _Run:
     """What the workers of one run share."""
 
     def __init__(
-        self, plan: Plan, observer: Observer, steps: Iterable[Step] | None, asked: Event | None
+        self,
+        plan: Plan,
+        observer: Observer,
+        steps: Iterable[Sequence[Step]] | None,
+        asked: Event | None,
     ) -> None:
         self.plan = plan
         self.observer = observer
         self.stop = Event()
         self.asked = asked or Event()
-        self.steps = self._steps() if steps is None else iter(steps)
+        self.steps = plan.bundles() if steps is None else iter(steps)
         self.steps_lock = Lock()
         self.events_lock = Lock()
         self.done_steps = 0
@@ -87,20 +91,17 @@ class _Run:
         buffers = StepBuffers(self.plan)
         while not (self.stop.is_set() or self.asked.is_set()):
             with self.steps_lock:
-                step = next(self.steps, None)
-            if step is None:
+                bundle = next(self.steps, None)
+            if bundle is None:
                 return
             before = buffers.read_nbytes
             try:
-                carry_out(step, reader, writer, buffers, self._on_drift)
+                for step in carry_out(bundle, reader, writer, buffers, self._on_drift):
+                    self._finished(step, buffers.read_nbytes - before)
+                    before = buffers.read_nbytes
             except BaseException:
                 self.stop.set()
                 raise
-            self._finished(step, buffers.read_nbytes - before)
-
-    def _steps(self) -> Iterator[Step]:
-        for region in self.plan.regions:
-            yield from region.steps()
 
     def _on_drift(self, event: ReplicaDrift) -> None:
         with self.events_lock:

@@ -26,6 +26,7 @@ from restride.errors import (
 from restride.planning.plan import BUFFERS_PER_WORKER, Fill, Plan, RegionPlan, Source
 from restride.planning.replicas import Way, blocks_of_target
 from restride.planning.scales import factor_of
+from restride.planning.sharing import families, shared_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -389,17 +390,26 @@ def _sized(
     workers = max(1, min(workers, left // (BUFFERS_PER_WORKER * _SMALLEST_BUFFER_NBYTES)))
     buffer = min(_LARGEST_BUFFER_NBYTES, left // (BUFFERS_PER_WORKER * workers))
     buffer -= buffer % _SMALLEST_BUFFER_NBYTES
-    cut = tuple(replace(region, step_numel=_step_numel(region, buffer)) for region in regions)
+    sharing = {number for family in families(regions) if len(family) > 1 for number in family}
+    cut = tuple(
+        replace(region, step_numel=_step_numel(region, buffer, shares=number in sharing))
+        for number, region in enumerate(regions)
+    )
     return Plan(plan.source_files, cut, buffer, workers)
 
 
-def _step_numel(region: RegionPlan, buffer_nbytes: int) -> int:
+def _step_numel(region: RegionPlan, buffer_nbytes: int, *, shares: bool) -> int:
     itemsize = max(region.source_dtype.itemsize_nbytes, region.target_dtype.itemsize_nbytes)
     if region.source_dtype != region.target_dtype:
         itemsize = max(itemsize, _CAST_ITEMSIZE)
     if any(len(fill.sources) > 1 or fill.scale != 1 for fill in region.fills):
         itemsize = max(itemsize, _COMPARED_ITEMSIZE)
     most = max(1, buffer_nbytes // itemsize)
+    if shares and (row := shared_row(region)) is not None:
+        # So that a buffer takes the rows of the source, which have parts of several targets.
+        target, source = row
+        rows = buffer_nbytes // (source * region.source_dtype.itemsize_nbytes)
+        most = min(most, max(1, rows) * target)
     # Cut where the outermost loops of the fills turn over, so that a step meets whole rows.
     pitches = (
         digit[1]

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Final
 
+from restride.planning.sharing import (
+    bundles,
+    families,
+    is_dense,
+    shared_span,
+    span_nbytes,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from restride.planning.plan import Copy, Plan, RegionPlan, Step
 
-__all__ = ["WORTHWHILE_GAP_NBYTES", "Projection", "project"]
+__all__ = ["Projection", "project"]
 
-# Reading over a gap costs its bytes at memory speed, skipping it costs a system call.
-WORTHWHILE_GAP_NBYTES: Final = 8192
 # A terabyte has a million steps, and those of a region are much alike.
 _MOST_STEPS: Final = 20_000
 
@@ -52,13 +57,19 @@ def project(plan: Plan, *, most_steps: int = _MOST_STEPS) -> Projection:
     share = max(1, -(-plan.step_count // most_steps))
     total = [0, 0, 0]
     is_exact = True
-    for region in plan.regions:
-        counts = [_counts(step, plan.buffer_nbytes) for step in _some_steps(region, share)]
-        of_region = [sum(column) for column in zip(*counts, strict=True)]
-        if len(counts) < region.step_count:
+
+    def some_steps(number: int) -> Iterator[Step]:
+        return _some_steps(plan.regions[number], share)
+
+    for family in families(plan.regions):
+        count = plan.regions[family[0]].step_count  # the same for all
+        some = bundles([family], some_steps)
+        counts = [_counts(bundle, plan.buffer_nbytes) for bundle in some]
+        of_family = [sum(column) for column in zip(*counts, strict=True)]
+        if len(counts) < count:
             is_exact = False
-            of_region = [count * region.step_count // len(counts) for count in of_region]
-        total = [a + b for a, b in zip(total, of_region or [0, 0, 0], strict=True)]
+            of_family = [value * count // len(counts) for value in of_family]
+        total = [a + b for a, b in zip(total, of_family or [0, 0, 0], strict=True)]
     read_nbytes, read_count, write_count = total
     return Projection(read_nbytes, read_count, plan.total_nbytes, write_count, is_exact)
 
@@ -71,20 +82,24 @@ def _some_steps(region: RegionPlan, share: int) -> Iterator[Step]:
     return region.steps(range(start, start + 1) for start in first)
 
 
-def _counts(step: Step, buffer_nbytes: int) -> tuple[int, int, int]:
-    """Bytes read, reads and writes of one step."""
-    if step.region.streamed_numel:
-        chunks = list(step.chunks(buffer_nbytes))
+def _counts(bundle: Sequence[Step], buffer_nbytes: int) -> tuple[int, int, int]:
+    """Bytes read, reads and writes of one bundle."""
+    if bundle[0].region.streamed_numel:
+        chunks = list(bundle[0].chunks(buffer_nbytes))
         return sum(chunk.nbytes for chunk in chunks), len(chunks), len(chunks)
-    reads = [_reads(copy, buffer_nbytes) for copy in _copies(step)]
-    return sum(nbytes for _, nbytes in reads), sum(count for count, _ in reads), 1
+    shared = shared_span(bundle, buffer_nbytes)
+    if shared is not None:
+        return shared.stop_nbytes - shared.start_nbytes, 1, len(bundle)
+    reads = [_reads(copy, buffer_nbytes) for copy in _copies(bundle)]
+    return sum(size for _, size in reads), sum(count for count, _ in reads), len(bundle)
 
 
-def _copies(step: Step) -> Iterator[Copy]:
+def _copies(bundle: Sequence[Step]) -> Iterator[Copy]:
     """All copies that are read: every replica is, to be compared."""
-    for fill in step.fills:
-        for _, copies in fill.copies:
-            yield from copies
+    for step in bundle:
+        for fill in step.fills:
+            for _, copies in fill.copies:
+                yield from copies
 
 
 def _reads(copy: Copy, buffer_nbytes: int) -> tuple[int, int]:
@@ -98,15 +113,14 @@ def _block_reads(
 ) -> tuple[int, int]:
     if not axes:
         return 1, run_nbytes
-    span = _span(axes, run_nbytes)
-    runs = prod(extent for extent, _ in axes)
-    is_dense = span <= runs * (run_nbytes + WORTHWHILE_GAP_NBYTES)
-    if is_dense and span <= buffer_nbytes:
+    span = span_nbytes(axes, run_nbytes)
+    is_one = is_dense(axes, run_nbytes)
+    if is_one and span <= buffer_nbytes:
         return 1, span
     (extent, stride), inner = axes[0], axes[1:]
-    inner_span = _span(inner, run_nbytes)
+    inner_span = span_nbytes(inner, run_nbytes)
     count = 1
-    if is_dense and inner_span <= buffer_nbytes:
+    if is_one and inner_span <= buffer_nbytes:
         count = max(1, (buffer_nbytes - inner_span) // stride + 1)
     whole, rest = divmod(extent, count)
     reads = nbytes = 0
@@ -116,7 +130,3 @@ def _block_reads(
             found = _block_reads((*outer, *inner), run_nbytes, buffer_nbytes)
             reads, nbytes = reads + times * found[0], nbytes + times * found[1]
     return reads, nbytes
-
-
-def _span(axes: tuple[tuple[int, int], ...], run_nbytes: int) -> int:
-    return run_nbytes + sum((extent - 1) * stride for extent, stride in axes)
