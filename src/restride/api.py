@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from restride.checking import CheckReport, check
-from restride.conversion import ConvertReport, convert
+from restride.conversion import ConvertReport, PartExecutor, convert
 from restride.exports import Wanted
 from restride.formats._registry import open_catalog
 from restride.projecting import ConvertProjection, dry_run
@@ -19,6 +19,7 @@ __all__ = [
     "CheckReport",
     "ConvertProjection",
     "ConvertReport",
+    "PartExecutor",
     "Wanted",
     "check",
     "convert",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from restride.checkpoint.catalog import Catalog
-    from restride.executors.events import Observer, ReplicaDrift
+    from restride.executors.events import Notice, Observer, ReplicaDrift
     from restride.executors.masters import MasterPlans
     from restride.planning.plan import Plan
 
@@ -177,6 +177,10 @@ class _OneAfterTheOther:
     def on_finish(self, event: PlanFinished, /) -> None:
         """Hand it on."""
         self._observer.on_finish(event)
+
+    def on_notice(self, event: Notice, /) -> None:
+        """Hand it on."""
+        self._observer.on_notice(event)
 
 
 def _judged(catalog: Catalog) -> list[Finding]:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Protocol
 
 from restride.checkpoint.decisions import DEFAULT
 from restride.checkpoint.selection import COPIED
-from restride.errors import ExecutionError, ExistsError, FormatError, RestrideError, StoppedError
+from restride.errors import ExecutionError, PlanError, RestrideError, StoppedError
 from restride.executors.drift import DriftTable, drift_findings
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
-from restride.executors.identity import differs_from, job_digest
+from restride.executors.identity import differs_from, job_digest, package_version
 from restride.executors.journaled import SYNC_NBYTES
+from restride.executors.leading import WAIT_SECONDS, Lead
 from restride.executors.manifests import is_written
 from restride.executors.progress import Continued
-from restride.executors.writing import write_output
+from restride.executors.stopping import StopsWith
+from restride.executors.writing import Written, is_worth_resuming, write_output, write_part
 from restride.exports import Wanted
 from restride.preparation import prepare
+from restride.storage.joining import LOCK_SECONDS, joined_output
 from restride.storage.ranges import FilePool
 from restride.storage.unfinished import Purpose, unfinished_output
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from os import PathLike
     from threading import Event
 
@@ -33,11 +37,22 @@ if TYPE_CHECKING:
     from restride.checkpoint.decisions import Saying
     from restride.checkpoint.selection import States, Target
     from restride.executors.events import Observer
-    from restride.executors.writing import Written
+    from restride.executors.leading import Started
     from restride.preparation import Prepared
+    from restride.storage.journal import Record
     from restride.storage.unfinished import Unfinished
 
-__all__ = ["ConvertReport", "convert"]
+__all__ = ["ConvertReport", "PartExecutor", "convert"]
+
+_MOST_PROCESSES: Final = 1 << 16
+_SECONDS_BETWEEN_LOOKS: Final = 0.02
+
+
+class PartExecutor(Protocol):
+    """What runs parts of a conversion: an executor as of `concurrent.futures`."""
+
+    def submit(self, function: Callable[..., object], /, *arguments: object) -> Started:
+        """Start a call somewhere; the function and its arguments can be pickled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +110,10 @@ def convert(
     stop: Event | None = None,
     sync_nbytes: int = SYNC_NBYTES,
     durable: bool = True,
+    process: tuple[int, int] | None = None,
+    executor: PartExecutor | None = None,
+    parts: int | None = None,
+    wait_seconds: float = WAIT_SECONDS,
 ) -> ConvertReport:
     """Write a checkpoint in another form, bit for bit, within a memory budget.
 
@@ -108,6 +127,10 @@ def convert(
     bytes against that.
 
     A run that was killed or failed leaves ``OUT.partial``, from which one with `resume` goes on.
+
+    Several processes may do it together, on any machines that share a file system: each calls this
+    with the same arguments and its own `process`, and number 0 publishes the output. Or one calls
+    it with an `executor`, which runs the parts. The output is the same, byte for byte.
 
     Args:
         path: As for `open`.
@@ -150,9 +173,16 @@ def convert(
         durable: Whether to wait until the disk has the output before it gets its name. Without it
             a run is faster and survives any death of its process all the same; but if the machine
             dies soon after, `out` may be there in part, which `check` finds by its manifest.
+        process: Number of this process, from 0, and how many write the output together. Number 0
+            leads: it returns when all of the output is there. Memory and threads are those of each.
+        executor: Anything that has ``submit`` as the executors of `concurrent.futures`, such as
+            `ProcessPoolExecutor` or Dask's ``Client.get_executor()``: it runs the parts, in
+            processes that see the same files under the same names. This process copies nothing.
+        parts: How many parts an executor gets: it does not say how many run at one time.
+        wait_seconds: How long to wait for a process that is not there: to come, or to come back.
 
     Returns:
-        What was written.
+        What was written; with a `process` above 0, what this process wrote of it.
 
     Raises:
         FormatError, UnsupportedError, ExecutionError: As for `open`. A file that cannot be written
@@ -165,6 +195,7 @@ def convert(
         CoverageError: An element of a tensor is in no file.
         PlanError: `replicas` names no rank or no tensor, or a rank that has no copy of something.
         ReplicaError: Replicas differ and `replicas` does not say which counts.
+        MissingProcessError: Another process did not come, or ended before its part was done.
         StoppedError: `stop` was set.
     """
     started = time.perf_counter()
@@ -172,25 +203,39 @@ def convert(
         *(to, states, dtype, max_shard_nbytes, stage, tp, dp, ep, zero, config, rules, plan, grain),
         optimizer_transform=optimizer_transform or None,
     )
+    number, count = _require_process(process, executor, parts)
+    order = _PartOrder(
+        *(os.fspath(path), os.fspath(out), wanted, number, count, budget_nbytes, workers, replicas),
+        *(force, resume, sync_nbytes, durable, wait_seconds),
+    )
+    if number:
+        return _convert_part(order, stop, observer)
+    if executor is not None:
+        # Before there is any file or lock that a process which it forks would keep open.
+        _require_working(executor, wait_seconds, stop)
     with FilePool() as pool:
         prepared = prepare(
             path, wanted, pool, budget_nbytes=budget_nbytes, workers=workers, replicas=replicas
         )
         first, planned = prepared.first, prepared.task.plan
-        job = job_digest(first)
         progress = Continued(observer or NullObserver())
         table = DriftTable(progress, {})
         table.on_plan(
             PlanStarted(planned.step_count, planned.total_nbytes, prepared.task.projected_nbytes)
         )
+        lead = None
+        if count > 1:
+            start = None if executor is None else partial(_submit, executor, order, first)
+            lead = Lead(count, job_digest(first), wait_seconds, start)
         with (
             unfinished_output(
                 out,
-                Purpose(first, partial(differs_from, first), partial(is_written, job=job)),
+                _purpose(first),
                 force=force,
                 resume=resume,
                 inputs=prepared.inputs,
                 durable=durable,
+                patience_seconds=LOCK_SECONDS if lead else 0.0,
             ) as place,
             _kept(place, planned.total_nbytes),
         ):
@@ -198,10 +243,154 @@ def convert(
                 *(prepared.task, place, first, prepared.reader, table, progress),
                 sync_nbytes=sync_nbytes,
                 stop=stop,
+                lead=lead,
             )
     seconds = time.perf_counter() - started
     table.on_finish(PlanFinished(written.read_nbytes, planned.total_nbytes, seconds))
     return _report(Path(out), prepared, written, table, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _PartOrder:
+    """What a process that writes a part has to know; other processes get it as a pickle."""
+
+    path: str
+    out: str
+    wanted: Wanted
+    number: int
+    count: int
+    budget_nbytes: int | None
+    workers: int | None
+    replicas: Saying
+    force: bool
+    resume: bool
+    sync_nbytes: int
+    durable: bool
+    wait_seconds: float
+    said: Mapping[str, object] | None = None
+
+    def described(self, first: Record) -> Record:
+        """The first record of the journal, with paths as the user said them.
+
+        Where the order came to another folder, they had to be spelled out.
+        """
+        return first if self.said is None else {**first, **self.said}
+
+
+def _require_process(
+    process: tuple[int, int] | None, executor: PartExecutor | None, parts: int | None
+) -> tuple[int, int]:
+    """Number of this process, and how many there are."""
+    if (executor is None) != (parts is None):
+        raise PlanError("an executor and a number of parts go together", remedy="give both")
+    if executor is not None and process is not None:
+        raise PlanError(
+            "an executor runs all parts, and a process is one of several that write a part each",
+            remedy="give one of the two",
+        )
+    number, count = process or (0, 1)
+    if parts is not None:
+        number, count = 0, parts + 1
+    if not 0 <= number < count or (parts is not None and parts < 1) or count > _MOST_PROCESSES:
+        raise PlanError(
+            f"there is no process {number} of {count}",
+            remedy=f"count processes from 0, and have 1 to {_MOST_PROCESSES} of them or of parts",
+        )
+    return number, count
+
+
+def _convert_part(
+    order: _PartOrder, stop: Event | None, observer: Observer | None
+) -> ConvertReport:
+    """Write the part of a process that is not the first."""
+    started, stop = time.perf_counter(), StopsWith(stop)
+    progress = Continued(observer or NullObserver())
+    table = DriftTable(progress, {})
+    with FilePool() as pool:
+        prepared = prepare(
+            *(order.path, order.wanted, pool),
+            budget_nbytes=order.budget_nbytes,
+            workers=order.workers,
+            replicas=order.replicas,
+        )
+        first = order.described(prepared.first)
+        with joined_output(
+            *(order.out, _purpose(first), job_digest(first), order.number, order.count),
+            stop=stop,
+            wait_seconds=order.wait_seconds,
+            force=order.force,
+            resume=order.resume,
+            durable=order.durable,
+        ) as joined:
+            written = Written(0, 0, 0)
+            if joined is not None:
+                written = write_part(
+                    *(prepared.task, joined, prepared.reader, table, progress),
+                    sync_nbytes=order.sync_nbytes,
+                    stop=stop,
+                )
+    seconds = time.perf_counter() - started
+    return _report(Path(order.out), prepared, written, table, seconds)
+
+
+def _run_part(order: _PartOrder) -> None:
+    """What an executor runs."""
+    _convert_part(order, None, None)
+
+
+def _submit(executor: PartExecutor, order: _PartOrder, first: Record) -> Mapping[int, Started]:
+    """Give all parts to an executor. It may run them in another folder."""
+    wanted = order.wanted
+    paths = (order.path, order.out, wanted.config, wanted.rules)
+    path, out, config, rules = (
+        os.path.abspath(path) if path else path  # noqa: PTH100 - links are not followed
+        for path in paths
+    )
+    order = replace(
+        order,
+        path=str(path),
+        out=str(out),
+        wanted=replace(wanted, config=config, rules=rules),
+        said={key: first[key] for key in ("what", "options")},
+    )
+    return {
+        number: executor.submit(_run_part, replace(order, number=number))
+        for number in range(1, order.count)
+    }
+
+
+def _require_working(executor: PartExecutor, wait_seconds: float, stop: Event | None) -> None:
+    """Let an executor do something, and make sure that it would do the same as this process."""
+    try:
+        started = executor.submit(package_version)
+    except RuntimeError as error:
+        raise ExecutionError(f"the executor takes no work ({error})") from error
+    deadline = time.monotonic() + wait_seconds
+    while not started.done():
+        if stop is not None and stop.is_set():
+            raise StoppedError("stopped")
+        if time.monotonic() > deadline:
+            started.cancel()
+            raise ExecutionError(
+                f"the executor did not start anything within {wait_seconds:.0f} s",
+                remedy="see whether it has workers, or wait longer for them",
+            )
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    failure = started.exception()
+    if failure is not None:
+        raise ExecutionError(
+            f"the executor cannot run restride ({type(failure).__name__}: {failure})"
+        ) from failure
+    theirs = started.result()
+    if theirs != package_version():
+        raise ExecutionError(
+            f"the executor has restride {theirs}, and this process {package_version()}",
+            remedy="install the same version for both",
+        )
+
+
+def _purpose(first: Record) -> Purpose:
+    return Purpose(first, partial(differs_from, first), partial(is_written, job=job_digest(first)))
 
 
 def _report(
@@ -214,7 +403,7 @@ def _report(
         files=tuple(file.name for file in export.output.files),
         tensor_count=sum(chosen.state != COPIED for chosen in export.sources),
         read_nbytes=written.read_nbytes,
-        written_nbytes=task.plan.total_nbytes,
+        written_nbytes=written.nbytes,
         projected_nbytes=task.projected_nbytes,
         seconds=seconds,
         findings=(*catalog.findings, *export.findings, *prepared.spots, *drift),
@@ -227,14 +416,12 @@ def _kept(place: Unfinished, total_nbytes: int) -> Iterator[None]:
     """Say how to go on after an error, and throw away what no later run could use."""
     try:
         yield
-    except (ExecutionError, ExistsError, FormatError, StoppedError) as error:
-        if place.keeps and not place.is_published:
+    except RestrideError as error:
+        if not is_worth_resuming(error):
+            place.keeps = False
+        elif place.keeps and not place.is_published:
             error.remedy = f"{error.remedy}; " if error.remedy else ""
             error.remedy += _how_to_resume(place, total_nbytes)
-        raise
-    except RestrideError:
-        # The same would happen again.
-        place.keeps = False
         raise
     except BaseException as error:
         if place.keeps and not place.is_published:
@@ -243,7 +430,8 @@ def _kept(place: Unfinished, total_nbytes: int) -> Iterator[None]:
 
 
 def _how_to_resume(place: Unfinished, total_nbytes: int) -> str:
+    done_nbytes = place.done_nbytes + place.done_elsewhere_nbytes
     return (
-        f"{place.done_nbytes} of {total_nbytes} bytes are done and kept in {place.folder}: run it "
+        f"{done_nbytes} of {total_nbytes} bytes are done and kept in {place.folder}: run it "
         "again with --resume"
     )

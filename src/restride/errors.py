@@ -19,6 +19,7 @@ __all__ = [
     "ExistsError",
     "FormatError",
     "LayoutError",
+    "MissingProcessError",
     "PlanError",
     "ReplicaError",
     "RestrideError",
@@ -156,6 +157,20 @@ class ReplicaError(RestrideError, ValueError):
 
 class ExecutionError(RestrideError, OSError):
     """Reading or writing failed while a plan was carried out."""
+
+
+class MissingProcessError(ExecutionError):
+    """Several processes have to write one output, and some did not come, or ended before.
+
+    Attributes:
+        missing: Their numbers.
+    """
+
+    def __init__(
+        self, problem: str, *, missing: tuple[int, ...], where: str = "", remedy: str = ""
+    ) -> None:
+        super().__init__(problem, where=where, remedy=remedy)
+        self.missing = missing
 
 
 class StoppedError(RestrideError, InterruptedError):

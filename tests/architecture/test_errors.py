@@ -8,12 +8,19 @@ import pickle
 import pytest
 
 from restride import errors
-from restride.errors import BudgetError, CoverageError, ReplicaError, RestrideError
+from restride.errors import (
+    BudgetError,
+    CoverageError,
+    MissingProcessError,
+    ReplicaError,
+    RestrideError,
+)
 
 CLASSES = [getattr(errors, name) for name in errors.__all__]
 FIELDS = {
     BudgetError: {"needed_nbytes": 7, "budget_nbytes": 3},
     CoverageError: {"verdict": ("a", "verdict")},
+    MissingProcessError: {"missing": (1, 3)},
     ReplicaError: {"ranks": (0, 1), "different_numel": 5, "largest": 0.25},
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -19,12 +21,16 @@ from restride.cli.options import (
     workers_option,
 )
 from restride.cli.output import open_page, write_json
+from restride.cli.processes import Process, as_process, open_executor, process_of
 from restride.cli.progress import open_progress
 from restride.cli.projection import show_projection
 from restride.cli.signals import stop_on_signals
 from restride.cli.sizes import format_count, format_duration, format_rate, format_size
+from restride.errors import MissingProcessError, RestrideError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from restride.api import ConvertReport
     from restride.checkpoint.selection import Target
     from restride.cli.output import Page
@@ -116,6 +122,32 @@ _MOST_SHOWN: Final = 12
     help="Do not wait for the disk. Faster; a kill loses nothing, but if the machine dies soon "
     "after, OUT may be there in part (`restride check` tells).",
 )
+@click.option(
+    "--process",
+    metavar="N/M",
+    callback=as_process,
+    help="Write part N of M, from 0, with M - 1 others that share the file system. Default: as "
+    "torchrun (RANK, WORLD_SIZE) or srun say; 0/1 is one process alone.",
+)
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    metavar="SECONDS",
+    help="How long to wait for another process that is not there. Default: 120.",
+)
+@click.option(
+    "--executor",
+    metavar="MODULE:FUNCTION",
+    help="Let an executor write the parts: what the function returns, such as "
+    "concurrent.futures:ProcessPoolExecutor. Needs --parts.",
+)
+@click.option(
+    "--parts",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of parts for the executor.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be read and written; write nothing.")
 @json_option
 def command(
@@ -142,6 +174,10 @@ def command(
     force: bool,
     resume: bool,
     no_sync: bool,
+    process: tuple[int, int] | None,
+    wait: float,
+    executor: str | None,
+    parts: int | None,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -168,18 +204,27 @@ def command(
         grain=grain,
         optimizer_transform=optimizer_transform or None,
     )
+    this = process_of({} if executor else os.environ)
+    if process is not None:
+        this = Process(*process, "--process")
     if dry_run:
-        projection = api.dry_run(
-            *(checkpoint, out, wanted),
-            budget_nbytes=memory,
-            workers=workers,
-            replicas=replicas,
-            force=force,
-            resume=resume,
-        )
-        show_projection(projection, out, as_json=as_json)
+        if not this.number:
+            projection = api.dry_run(
+                *(checkpoint, out, wanted),
+                budget_nbytes=memory,
+                workers=workers,
+                replicas=replicas,
+                force=force,
+                resume=resume,
+            )
+            show_projection(projection, out, as_json=as_json)
         return ExitCode.OK
-    with open_progress("converting") as observer, stop_on_signals() as stop:
+    with (
+        _named(this),
+        open_executor(executor) as pool,
+        open_progress("converting") if not this.number else nullcontext() as observer,
+        stop_on_signals() as stop,
+    ):
         report = api.convert(
             *(checkpoint, out),
             **asdict(wanted),
@@ -191,12 +236,35 @@ def command(
             durable=not no_sync,
             observer=observer,
             stop=stop,
+            process=None if executor and process is None else (this.number, this.count),
+            executor=pool,
+            parts=parts,
+            wait_seconds=wait,
         )
+    if this.number:
+        return ExitCode.OK
     if as_json:
         write_json(_to_json(report))
     else:
         show_report(open_page(), report, out)
     return ExitCode.OK
+
+
+@contextmanager
+def _named(this: Process) -> Iterator[None]:
+    """Say in errors which process it was, and where it has its number from."""
+    try:
+        yield
+    except MissingProcessError as error:
+        if this.count > 1:
+            error.located(f"{this.words} ({this.told_by})")
+            error.remedy = f"start all of them, or one alone with --process 0/1; {error.remedy}"
+            error.remedy = error.remedy.removesuffix("; ")
+        raise
+    except RestrideError as error:
+        if this.number:
+            error.located(this.words)
+        raise
 
 
 def show_report(page: Page, report: ConvertReport, out: str) -> None:

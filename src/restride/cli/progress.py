@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress, TaskID
 
-    from restride.executors.events import PlanFinished, PlanStarted, ReplicaDrift, StepFinished
+    from restride.executors.events import (
+        Notice,
+        PlanFinished,
+        PlanStarted,
+        ReplicaDrift,
+        StepFinished,
+    )
 
 __all__ = ["BarProgress", "LineProgress", "open_progress"]
 
@@ -80,6 +86,15 @@ class LineProgress:
     def on_finish(self, event: PlanFinished, /) -> None:
         """Leave it to the report, which says how long it took."""
 
+    def on_notice(self, event: Notice, /) -> None:
+        """Write it."""
+        _write_notice(event)
+
+
+def _write_notice(event: Notice) -> None:
+    sys.stderr.write(f"restride: {event.message}\n")
+    sys.stderr.flush()
+
 
 class BarProgress:
     """A bar with the rate and the time left, gone when the work is done or has failed."""
@@ -136,3 +151,10 @@ class BarProgress:
 
     def on_finish(self, event: PlanFinished, /) -> None:
         """Leave it to the report, which says how long it took."""
+
+    def on_notice(self, event: Notice, /) -> None:
+        """Write it above the bar."""
+        if self._progress is None:
+            _write_notice(event)
+        else:
+            self._progress.console.print(f"restride: {event.message}", markup=False)

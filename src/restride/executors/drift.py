@@ -13,7 +13,7 @@ from restride.checkpoint.catalog import Finding
 from restride.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, MutableMapping
 
     from restride.algebra.coverage import Held
     from restride.algebra.layout import Layout
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog, Severity
     from restride.checkpoint.decisions import ReplicaRules
     from restride.executors.events import (
+        Notice,
         Observer,
         PlanFinished,
         PlanStarted,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     )
     from restride.planning.plan import Plan
 
-__all__ = ["DriftTable", "drift_findings"]
+__all__ = ["DriftTable", "add_drift", "drift_findings"]
 
 
 @dataclass(slots=True)
@@ -64,14 +65,25 @@ class DriftTable:
 
     def on_drift(self, event: ReplicaDrift, /) -> None:
         """Add it to its row and hand it on."""
-        key = (event.tensor, event.state, event.ranks)
-        known = self.rows.get(key)
-        self.rows[key] = event if known is None else _sum(known, event)
+        add_drift(self.rows, event)
         self.observer.on_drift(event)
 
     def on_finish(self, event: PlanFinished, /) -> None:
         """Hand it on."""
         self.observer.on_finish(event)
+
+    def on_notice(self, event: Notice, /) -> None:
+        """Hand it on."""
+        self.observer.on_notice(event)
+
+
+def add_drift(
+    rows: MutableMapping[tuple[str, str, tuple[int, int]], ReplicaDrift], found: ReplicaDrift
+) -> None:
+    """Add what was found to the sum of its array and ranks."""
+    key = (found.tensor, found.state, found.ranks)
+    known = rows.get(key)
+    rows[key] = found if known is None else _sum(known, found)
 
 
 def _sum(a: ReplicaDrift, b: ReplicaDrift) -> ReplicaDrift:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 __all__ = [
+    "Notice",
     "NullObserver",
     "Observer",
     "PlanFinished",
@@ -83,6 +84,17 @@ class PlanFinished:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that a user who waits should know at once; the work goes on.
+
+    Attributes:
+        message: One sentence, as of an error.
+    """
+
+    message: str
+
+
 class Observer(Protocol):
     """Receives events from an executor, one call at a time. Must not raise."""
 
@@ -98,6 +110,9 @@ class Observer(Protocol):
     def on_finish(self, event: PlanFinished, /) -> None:
         """Called once, after the last step."""
 
+    def on_notice(self, event: Notice, /) -> None:
+        """Called where something happened that is no error yet."""
+
 
 class NullObserver:
     """Ignores every event."""
@@ -112,4 +127,7 @@ class NullObserver:
         """Ignore it."""
 
     def on_finish(self, event: PlanFinished, /) -> None:
+        """Ignore it."""
+
+    def on_notice(self, event: Notice, /) -> None:
         """Ignore it."""

@@ -19,17 +19,18 @@ from threading import Condition
 from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Future
     from types import TracebackType
 
     from restride.checkpoint.output import Output
     from restride.executors.blocks import Block, BlockTable
     from restride.executors.drift import DriftTable
+    from restride.executors.events import ReplicaDrift
     from restride.storage.journal import Record
     from restride.storage.unfinished import Unfinished
 
-__all__ = ["SYNC_NBYTES", "JournaledWriter", "claim_records"]
+__all__ = ["SYNC_NBYTES", "JournaledWriter", "claim_records", "drift_records"]
 
 # What a kill may cost: so many bytes are written again, or what was written in so many seconds.
 SYNC_NBYTES: Final = 256 << 20
@@ -130,10 +131,15 @@ class JournaledWriter:
         return not is_ending
 
     def _drift_records(self) -> Iterator[Record]:
-        for key, row in dict(self._table.rows).items():
-            if self._noted.get(key) != row:
-                self._noted[key] = row
-                yield {"drift": asdict(row)}
+        rows = dict(self._table.rows)
+        yield from drift_records(row for key, row in rows.items() if self._noted.get(key) != row)
+        self._noted = rows
+
+
+def drift_records(rows: Iterable[ReplicaDrift]) -> Iterator[Record]:
+    """Records that say what replicas differ."""
+    for row in rows:
+        yield {"drift": asdict(row)}
 
 
 def claim_records(blocks: Sequence[Block], table: BlockTable) -> Iterator[Record]:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from restride.executors.events import StepFinished
 
 if TYPE_CHECKING:
-    from restride.executors.events import Observer, PlanFinished, PlanStarted, ReplicaDrift
+    from restride.executors.events import (
+        Notice,
+        Observer,
+        PlanFinished,
+        PlanStarted,
+        ReplicaDrift,
+    )
 
 __all__ = ["Continued"]
 
 
 class Continued:
     """An observer that hands events on, and counts bytes in front of and behind those of a plan.
+
+    Any thread may call it; the observer behind it is called by one at a time.
 
     Args:
         observer: Who wants to know.
@@ -26,6 +35,7 @@ class Continued:
         self._more_nbytes = more_nbytes
         self._before_nbytes = 0
         self._last = StepFinished(0, 0, 0, "")
+        self._lock = Lock()
 
     def skip(self, nbytes: int, what: str) -> None:
         """Count bytes that no step stands for.
@@ -34,14 +44,16 @@ class Continued:
             nbytes: How many.
             what: What they are, where a step has the name of its tensor.
         """
-        self._before_nbytes += nbytes
-        done_nbytes = self._last.done_nbytes + nbytes
-        self._last = replace(self._last, done_nbytes=done_nbytes, tensor=what)
-        self._observer.on_step(self._last)
+        with self._lock:
+            self._before_nbytes += nbytes
+            done_nbytes = self._last.done_nbytes + nbytes
+            self._last = replace(self._last, done_nbytes=done_nbytes, tensor=what)
+            self._observer.on_step(self._last)
 
     def start_from(self, nbytes: int) -> None:
         """Count the bytes of the steps to come on top of so many."""
-        self._before_nbytes = nbytes
+        with self._lock:
+            self._before_nbytes = nbytes
 
     def on_plan(self, event: PlanStarted, /) -> None:
         """Hand it on, with all bytes that are to be counted."""
@@ -50,13 +62,20 @@ class Continued:
 
     def on_step(self, event: StepFinished, /) -> None:
         """Hand it on, with what was done before."""
-        self._last = replace(event, done_nbytes=event.done_nbytes + self._before_nbytes)
-        self._observer.on_step(self._last)
+        with self._lock:
+            self._last = replace(event, done_nbytes=event.done_nbytes + self._before_nbytes)
+            self._observer.on_step(self._last)
 
     def on_drift(self, event: ReplicaDrift, /) -> None:
         """Hand it on."""
-        self._observer.on_drift(event)
+        with self._lock:
+            self._observer.on_drift(event)
 
     def on_finish(self, event: PlanFinished, /) -> None:
         """Hand it on."""
         self._observer.on_finish(event)
+
+    def on_notice(self, event: Notice, /) -> None:
+        """Hand it on."""
+        with self._lock:
+            self._observer.on_notice(event)

@@ -2,59 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Final
 
-from restride.arrays.fingerprint import scratch_nbytes
 from restride.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
-from restride.errors import BudgetError, ReplicaError, RestrideError, StoppedError
-from restride.executors.blocks import TABLE_NBYTES, BlockTable, block_count
+from restride.errors import (
+    ExecutionError,
+    ExistsError,
+    FormatError,
+    ReplicaError,
+    RestrideError,
+    StoppedError,
+)
+from restride.executors.blocks import BlockTable, block_nbytes
+from restride.executors.drift import add_drift
+from restride.executors.events import PlanStarted
 from restride.executors.identity import job_digest, package_version
 from restride.executors.journaled import JournaledWriter
+from restride.executors.leading import Host
 from restride.executors.manifests import describe_files, fingerprints_of
-from restride.executors.resuming import noted_drift, take_up
+from restride.executors.members import Ledger
+from restride.executors.parts import Part, cut_parts
+from restride.executors.resuming import noted_blocks, noted_drift, read_back
+from restride.executors.stopping import StopsWith
 from restride.executors.streaming import StreamingExecutor
-from restride.executors.verifying import digest_rows
+from restride.executors.tasks import Task, plan_writing
 from restride.formats._registry import open_catalog
-from restride.planning.conversion import plan_conversion
+from restride.storage.companions import Team, journals_of, new_word
+from restride.storage.journal import read_journal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from threading import Event
 
-    from restride.checkpoint.catalog import FileEntry
     from restride.checkpoint.output import Output
     from restride.executors.drift import DriftTable
+    from restride.executors.events import ReplicaDrift
+    from restride.executors.leading import Lead
+    from restride.executors.members import Member
     from restride.executors.progress import Continued
+    from restride.executors.resuming import ReadBack
     from restride.executors.sources import CatalogReader
-    from restride.planning.conversion import Job
     from restride.planning.plan import Plan
+    from restride.storage.joining import Joined
     from restride.storage.journal import Record
     from restride.storage.unfinished import Unfinished
 
-__all__ = ["Task", "Written", "plan_writing", "write_output"]
+__all__ = ["Task", "Written", "is_worth_resuming", "plan_writing", "write_output", "write_part"]
 
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What is to be written, and in which memory.
-
-    Attributes:
-        output: The files.
-        plan: What moves.
-        digest_rows: Rows that each worker digests at a time.
-        digest_nbytes: Memory that digests take, on top of the plan's.
-    """
-
-    output: Output
-    plan: Plan
-    digest_rows: int
-    digest_nbytes: int
-
-    @property
-    def projected_nbytes(self) -> int:
-        """Upper bound of the memory that plan, buffers and digests take."""
-        return self.plan.projected_nbytes + self.digest_nbytes
+_ALL_DRIFT: Final = "all_drift"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,51 +61,12 @@ class Written:
     Attributes:
         read_nbytes: Bytes read from the sources.
         resumed_nbytes: Bytes of tensors that were there already.
+        nbytes: Bytes of tensors that are there now.
     """
 
     read_nbytes: int
     resumed_nbytes: int
-
-
-def plan_writing(
-    files: Sequence[FileEntry],
-    jobs: Sequence[Job],
-    output: Output,
-    *,
-    budget_nbytes: int,
-    workers: int,
-) -> Task:
-    """Plan a conversion, its digests and the table of its blocks within a memory budget.
-
-    Args:
-        files: Source files, as the catalog numbers them.
-        jobs: What to write.
-        output: Where to.
-        budget_nbytes: Most memory for all of it.
-        workers: Most steps to run at one time.
-
-    Raises:
-        BudgetError, CoverageError, PlanError, UnsupportedError: As for `plan_conversion`.
-    """
-    rows = digest_rows(budget_nbytes, workers)
-    blocks = sum(
-        block_count(tensor.shard_nbytes(rank))
-        for tensor in output.tensors
-        for rank, region in enumerate(tensor.regions)
-        if region is not None
-    )
-    reserved = workers * scratch_nbytes(rows) + TABLE_NBYTES * blocks
-    try:
-        plan = plan_conversion(
-            files,
-            jobs,
-            budget_nbytes=budget_nbytes - reserved,
-            workers=workers,
-        )
-    except BudgetError as error:
-        needed = error.needed_nbytes + reserved
-        raise BudgetError(needed_nbytes=needed, budget_nbytes=budget_nbytes) from None
-    return Task(output, plan, rows, reserved)
+    nbytes: int
 
 
 def write_output(
@@ -121,6 +79,7 @@ def write_output(
     *,
     sync_nbytes: int,
     stop: Event | None = None,
+    lead: Lead | None = None,
 ) -> Written:
     """Write what is not there yet, and publish the output with its manifest.
 
@@ -133,60 +92,295 @@ def write_output(
         progress: What `table` hands events to.
         sync_nbytes: Bytes after which they are made durable and noted.
         stop: When it is set, no further step is started.
+        lead: Other processes that write a part of it.
 
     Returns:
-        What was done.
+        What was done, by all processes.
 
     Raises:
         StoppedError: `stop` was set before everything was written; nothing was published.
         ExecutionError: A file cannot be read or written, or a source changed.
+        MissingProcessError: Another process is missing.
         ReplicaError: Replicas differ and the plan says to check.
     """
     if place.is_published:
         # An earlier run had done everything, but for cleaning up at the most.
-        table.rows.update(noted_drift(place.records))
-        return Written(0, task.plan.total_nbytes)
-    plan, output = task.plan, task.output
-    blocks = BlockTable(plan.regions, digest_rows=task.digest_rows)
-    place.files.create(output, resume=place.is_resumed)
-    place.files.sync_folders()
-    resumed = 0
-
-    def on_read(nbytes: int) -> None:
-        progress.skip(nbytes, "what is there already")
-        if stop is not None and stop.is_set():
-            raise StoppedError("stopped")
-
-    if place.is_resumed:
-        resumed = take_up(
-            place,
-            first,
-            output,
-            blocks,
-            table,
-            workers=plan.workers,
-            rows=task.digest_rows,
-            on_read=on_read,
-        )
+        table.rows.update(_published_drift(place.records))
+        return Written(0, task.plan.total_nbytes, task.plan.total_nbytes)
+    writing = _Writing(task, place, first, reader, table, progress, sync_nbytes, StopsWith(stop))
+    if lead is None:
+        resumed, _ = writing.take_up()
         progress.start_from(resumed)
-    writer = JournaledWriter(
-        place, output, blocks, table, reader.require_unchanged, sync_nbytes=sync_nbytes
+        read_nbytes = writing.write()
+        told = None
+    else:
+        read_nbytes, resumed = writing.write_with_others(lead)
+        told = {_ALL_DRIFT: [asdict(row) for row in table.rows.values()]}
+    reader.require_unchanged()
+    _add_manifest(place, task.output, writing.blocks, job_digest(first))
+    place.publish(told)
+    return Written(read_nbytes, resumed, task.plan.total_nbytes)
+
+
+def write_part(
+    task: Task,
+    joined: Joined,
+    reader: CatalogReader,
+    table: DriftTable,
+    progress: Continued,
+    *,
+    sync_nbytes: int,
+    stop: Event | None = None,
+) -> Written:
+    """Write the part of a process that another one leads, and note it.
+
+    Args:
+        task: What all processes write.
+        joined: Which part, and where to.
+        reader: The sources.
+        table: Observer of the run, and of what replicas drifted in the part.
+        progress: What `table` hands events to.
+        sync_nbytes: Bytes after which they are made durable and noted.
+        stop: When it is set, no further step is started.
+
+    Returns:
+        What was done of the part.
+
+    Raises:
+        StoppedError, ExecutionError, ReplicaError: As for `write_output`. Process 0 is told of it.
+    """
+    place = joined.place
+    writing = _Writing(
+        *(task, place, joined.head, reader, table, progress, sync_nbytes, StopsWith(stop))
     )
     try:
-        with writer:
-            read_nbytes = StreamingExecutor().execute(
-                plan, reader, writer, table, steps=blocks.steps(), stop=stop
-            )
-    except ReplicaError:
-        # Replicas that are just being written to differ as well, and that is another story.
+        resumed = writing.take_up_part(joined)
+        progress.on_plan(PlanStarted(0, writing.part_nbytes, task.projected_nbytes))
+        progress.start_from(resumed)
+        read_nbytes = writing.write()
         reader.require_unchanged()
+        last = {"word": joined.word, "read_nbytes": read_nbytes, "resumed_nbytes": resumed}
+        place.note([{"finished": last}])
+    except BaseException as error:
+        with suppress(RestrideError):
+            place.note([{"failed": {"word": joined.word, **_failure(error)}}])
         raise
-    if blocks.left_nbytes():
-        raise StoppedError("stopped")
-    reader.require_unchanged()
-    _add_manifest(place, output, blocks, job_digest(first))
-    place.publish()
-    return Written(read_nbytes, resumed)
+    return Written(read_nbytes, resumed, writing.part_nbytes)
+
+
+def is_worth_resuming(error: BaseException) -> bool:
+    """Whether a run that ended so may get further when it is started again."""
+    passing = ExecutionError, ExistsError, FormatError, StoppedError
+    return isinstance(error, passing) or not isinstance(error, RestrideError)
+
+
+class _Writing:
+    """What the steps of writing an output, or a part of it, share."""
+
+    def __init__(
+        self,
+        task: Task,
+        place: Unfinished,
+        first: Record,
+        reader: CatalogReader,
+        table: DriftTable,
+        progress: Continued,
+        sync_nbytes: int,
+        stop: StopsWith,
+    ) -> None:
+        self.task = task
+        self.place = place
+        self.first = first
+        self.reader = reader
+        self.table = table
+        self.progress = progress
+        self.sync_nbytes = sync_nbytes
+        self.stop = stop
+        self.part: Part | None = None
+        self.there: set[tuple[int, int]] = set()
+        self.blocks = BlockTable(task.plan.regions, digest_rows=task.digest_rows)
+
+    def take_up(self, lead: Lead | None = None) -> tuple[int, Team | None]:
+        """Make the files, and find out what is there.
+
+        Returns:
+            How many bytes need not be written again; and the earlier processes, where the same
+            number goes on with their parts.
+        """
+        place = self.place
+        place.files.create(self.task.output, resume=place.is_resumed)
+        place.files.sync_folders()
+        if not place.is_resumed:
+            return 0, None
+        found = place.team
+        if found and lead and _may_go_on(found[1], lead, self.task.plan):
+            resumed = self._go_on(*found)
+            if resumed is not None:
+                return resumed, found[1]
+        with place.without_others() if found else nullcontext():
+            others = journals_of(place.folder, found[1]) if found else ()
+            back = self._read_back([place.records, *others])
+            if found or not back.is_whole:
+                place.begin([self.first, *back.records(self.blocks)], keeps=True)
+        return self._take(back), None
+
+    def _go_on(self, at: int, team: Team) -> int | None:
+        """Take up what was before the team, and the part of this process; None after a damage."""
+        place, records = self.place, self.place.records
+        before = self._read_back([records[:at]])
+        if not before.is_whole:
+            return None
+        own = self._read_back([records[at + 1 :]], Part(*team.cuts[:2]))
+        if not own.is_whole:
+            kept = records[: at + 1]
+            place.begin([self.first, *kept, *own.records(self.blocks)], keeps=True)
+        return self._take(before) + self._take(own)
+
+    def take_up_part(self, joined: Joined) -> int:
+        """Find out what is there of the part of this process."""
+        place, regions = self.place, self.task.plan.regions
+        self.part = Part(*joined.team.cuts[joined.number : joined.number + 2])
+        place.files.adopt(self.task.output)
+        for key, block in noted_blocks(joined.before, regions).items():
+            if key in self.part:
+                self.blocks.set_done(block)
+        self.part.leave_others(self.blocks)
+        back = self._read_back([place.records], self.part)
+        if not back.is_whole:
+            place.begin_part([joined.head, *back.records(self.blocks)], keeps=True)
+        return self._take(back)
+
+    @property
+    def part_nbytes(self) -> int:
+        """Bytes of the part."""
+        regions = self.task.plan.regions
+        places = self.part.blocks(regions) if self.part else ()
+        return sum(block_nbytes(regions[region].nbytes, block) for region, block in places)
+
+    def write(self) -> int:
+        """Write what is left of the part; return how many bytes were read for it."""
+        plan, blocks = self.task.plan, self.blocks
+        steps = blocks.steps()
+        if self.part is not None:
+            steps = self.part.clip(steps, plan.regions)
+        writer = JournaledWriter(
+            *(self.place, self.task.output, blocks, self.table, self.reader.require_unchanged),
+            sync_nbytes=self.sync_nbytes,
+        )
+        try:
+            with writer:
+                read_nbytes = StreamingExecutor().execute(
+                    plan, self.reader, writer, self.table, steps=steps, stop=self.stop
+                )
+        except ReplicaError:
+            # Replicas that are just being written to differ as well, and that is another story.
+            self.reader.require_unchanged()
+            raise
+        if blocks.left_nbytes():
+            raise StoppedError("stopped")
+        return read_nbytes
+
+    def write_with_others(self, lead: Lead) -> tuple[int, int]:
+        """Write the part of this process, and see to it that the others write theirs.
+
+        Returns:
+            Bytes read, and bytes that were there before, of all processes.
+        """
+        with Host(self.place, lead, self.progress, self.stop) as host:
+            try:
+                resumed, team = self.take_up(lead)
+                self.progress.start_from(resumed)
+                team = team or self._begin_team(lead)
+                self.part = Part(*team.cuts[:2])
+                self.part.leave_others(self.blocks, self.there)
+                host.open(team, Ledger(self.blocks, self.there))
+                read_nbytes = self._write_while(host)
+                host.wait(self._read_back_of)
+            except BaseException as error:
+                if lead.start is not None or not is_worth_resuming(error):
+                    host.dismiss()
+                raise
+        for member in host.members:
+            for row in member.rows.values():
+                add_drift(self.table.rows, row)
+            read_nbytes += member.read_nbytes
+            resumed += member.resumed_nbytes
+        return read_nbytes, resumed
+
+    def _begin_team(self, lead: Lead) -> Team:
+        """Deal out what is left, and note who has what."""
+        regions, is_led_only = self.task.plan.regions, lead.start is not None
+        count = lead.count - is_led_only
+        cuts = cut_parts(regions, lambda *block: block not in self.there, count)
+        team = Team(new_word(), ((0, 0), *cuts) if is_led_only else cuts, is_led_only)
+        self.place.note([team.record])
+        return team
+
+    def _write_while(self, host: Host) -> int:
+        try:
+            return self.write()
+        except StoppedError:
+            host.require_sound()  # if it was another process that made an end of it
+            raise
+
+    def _read_back_of(self, member: Member) -> ReadBack:
+        records = read_journal(member.journal_path)[1:]
+        return self._read_back([records], member.part, is_told=False)
+
+    def _take(self, back: ReadBack) -> int:
+        self.there.update((block.region, block.number) for block in back.blocks)
+        return back.take(self.blocks, self.table)
+
+    def _read_back(
+        self,
+        journals: Sequence[Sequence[Record]],
+        part: Part | None = None,
+        *,
+        is_told: bool = True,
+    ) -> ReadBack:
+        def on_read(nbytes: int) -> None:
+            if is_told:
+                self.progress.skip(nbytes, "what is there already")
+            if self.stop.is_set():
+                raise StoppedError("stopped")
+
+        return read_back(
+            journals,
+            self.place.files,
+            self.task.output,
+            self.task.plan.regions,
+            part=part,
+            workers=self.task.plan.workers,
+            rows=self.task.digest_rows,
+            on_read=on_read,
+        )
+
+
+def _may_go_on(team: Team, lead: Lead, plan: Plan) -> bool:
+    """Whether the parts of an earlier team are those that the same number would have."""
+    return (
+        team.count == lead.count
+        and team.is_led_only == (lead.start is not None)
+        and (team.cuts[0], team.cuts[-1]) == ((0, 0), (len(plan.regions), 0))
+    )
+
+
+def _failure(error: BaseException) -> dict[str, object]:
+    """What process 0 is told of an error."""
+    told: dict[str, object] = {"text": str(error) or type(error).__name__}
+    if isinstance(error, RestrideError):
+        told |= {"problem": error.problem, "where": error.where, "remedy": error.remedy}
+    return {**told, "is_final": not is_worth_resuming(error)}
+
+
+def _published_drift(
+    records: Sequence[Record],
+) -> dict[tuple[str, str, tuple[int, int]], ReplicaDrift]:
+    """Replicas that differ, as the journal of a finished output says: of all processes together."""
+    found = records[-1].get(_ALL_DRIFT) if records else None
+    if isinstance(found, list):
+        records = [{"drift": row} for row in found]
+    return noted_drift([records])
 
 
 def _add_manifest(place: Unfinished, output: Output, blocks: BlockTable, job: str) -> None:

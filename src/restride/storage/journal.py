@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["Journal", "Record", "read_journal"]
+__all__ = ["Journal", "JournalReader", "Record", "read_journal"]
 
 Record: TypeAlias = "Mapping[str, object]"
 
@@ -84,6 +84,54 @@ class Journal:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+class JournalReader:
+    """Reads on where it stopped, in a journal that another process appends to.
+
+    Args:
+        path: The file, which may not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._identity: tuple[object, ...] = ()
+        self._done_nbytes = 0
+
+    def read(self) -> tuple[bool, list[dict[str, object]]]:
+        """Records that are there since the last call, up to one that is torn or damaged.
+
+        Returns:
+            Whether it is another journal than it was, or a shorter one, or none any more: all that
+            came before then means nothing. And the records.
+
+        Raises:
+            ExecutionError: The system cannot read it.
+        """
+        with _translated("cannot be read", self._path):
+            try:
+                file = self._path.open("rb")
+            except FileNotFoundError:
+                return self._turn_to((), 0), []
+            with file:
+                status = os.fstat(file.fileno())
+                # A file may get the number of one that was removed.
+                identity = status.st_dev, status.st_ino, file.readline()
+                is_new = self._turn_to(identity, status.st_size)
+                file.seek(self._done_nbytes)
+                found = []
+                for record, nbytes in _valid(file):
+                    found.append(record)
+                    self._done_nbytes += nbytes
+        return is_new, found
+
+    def _turn_to(self, identity: tuple[object, ...], size_nbytes: int) -> bool:
+        """Start anew unless this is the file that was read, and as long as that at least."""
+        if identity == self._identity and size_nbytes >= self._done_nbytes:
+            return False
+        was_read = self._done_nbytes > 0
+        self._identity, self._done_nbytes = identity, 0
+        return was_read
 
 
 def _line(record: Record) -> bytes:

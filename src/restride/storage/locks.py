@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
@@ -14,31 +15,69 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["locked"]
+__all__ = ["is_held", "locked"]
 
 # What file systems answer that have no locks. There, nobody can be kept out.
 _NO_LOCKS: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 _LONGEST_NAME: Final = 200
+_SECONDS_BETWEEN_TRIES: Final = 0.05
 
 
 @contextmanager
-def locked(path: Path, *, what: str) -> Iterator[None]:
+def locked(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[None]:
     """Hold the lock of a file, which is made where it is missing and may be removed meanwhile.
 
     Args:
         path: The file; its folder must exist.
         what: What is protected, for the error.
+        patience_seconds: How long to wait for somebody who holds it.
 
     Raises:
         ExecutionError: Somebody else holds it: the error names the process.
         FileNotFoundError: The folder is not there, or no longer.
         OSError: The system cannot open the file.
     """
-    descriptor = _acquire(path, what)
+    descriptor = _acquire_patiently(path, what, patience_seconds)
     try:
         yield
     finally:
         os.close(descriptor)
+
+
+def is_held(path: Path) -> bool | None:
+    """Whether somebody holds the lock of a file; None where the file system does not tell.
+
+    For that it is taken for a moment, which `locked` with some patience does not mind.
+
+    Raises:
+        OSError: The system cannot open the file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _acquire_patiently(path: Path, what: str, seconds: float) -> int:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return _acquire(path, what)
+        except ExecutionError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_SECONDS_BETWEEN_TRIES)
 
 
 def _acquire(path: Path, what: str) -> int:

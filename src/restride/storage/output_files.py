@@ -71,6 +71,21 @@ class OutputFiles:
             for start, literal in file.literals:
                 self.write_exact(file.name, start, literal)
 
+    def adopt(self, output: Output) -> None:
+        """Take the files of an output that another process made, to write into them.
+
+        Raises:
+            ExecutionError: One is not there, or has another size: it is not what that process made.
+        """
+        for file in output.files:
+            path = self.path / file.name
+            with translated("cannot be looked at", path):
+                size = path.lstat().st_size
+            if size != file.nbytes:
+                problem = f"has {size} bytes, and not the {file.nbytes} that process 0 made"
+                raise _failed(problem, path)
+            self._files[file.name] = path
+
     def preallocate(self, name: str, nbytes: int, *, resume: bool = False) -> None:
         """Create a file of zeros, with its space reserved where the file system can do that.
 

@@ -7,6 +7,9 @@ Everything about an output ``OUT`` that is not finished stands in a folder besid
     OUT.partial/files/     the files of the output
     OUT.partial/replaced/  what was under the final name, while the two change places
 
+Several processes may write one output; what they leave for each other is said in
+`restride.storage.companions`.
+
 At the end, when every byte and every name is durable, ``files`` becomes ``OUT`` by a rename. A
 process may die at any moment: what is under the final name is then what was there before or the
 whole new output, and the next process continues from the journal, or removes the folder.
@@ -20,9 +23,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import ExecutionError, ExistsError
+from restride.storage import companions
 from restride.storage._places import make_parents, put_in_place, require_free, require_no_input
 from restride.storage.journal import Journal, read_journal
 from restride.storage.locks import locked
@@ -32,12 +37,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from os import PathLike
 
+    from restride.storage.companions import Team
     from restride.storage.journal import Record
 
 __all__ = ["Purpose", "Unfinished", "partial_folder", "require_startable", "unfinished_output"]
 
-_LOCK: Final = "lock"
-_JOURNAL: Final = "journal"
+_LOCK: Final = companions.LOCK
+_JOURNAL: Final = companions.JOURNAL
 _NEW_JOURNAL: Final = "journal.new"
 _FILES: Final = "files"
 _REPLACED: Final = "replaced"
@@ -67,6 +73,13 @@ class Purpose:
 class Unfinished:
     """An output while it is being written; made by `unfinished_output`.
 
+    Args:
+        folder: The folder beside the final name.
+        target: The final name.
+        force: Whether what has that name may be replaced.
+        durable: Whether to wait for the disk.
+        number: Of the process, where several write.
+
     Attributes:
         folder: The folder beside the final name.
         files: The files of the output, to be written into.
@@ -76,9 +89,12 @@ class Unfinished:
         is_resumed: Whether there are files of an earlier process.
         keeps: Whether there is progress that an error must not throw away.
         done_nbytes: Sum of the ``nbytes`` of all records so far.
+        done_elsewhere_nbytes: The same of other processes, as far as this one was told.
     """
 
-    def __init__(self, folder: Path, target: Path, *, force: bool, durable: bool) -> None:
+    def __init__(
+        self, folder: Path, target: Path, *, force: bool, durable: bool, number: int = 0
+    ) -> None:
         self.folder = folder
         self.files = OutputFiles(folder / _FILES, durable=durable)
         self.records: tuple[Record, ...] = ()
@@ -86,10 +102,48 @@ class Unfinished:
         self.keeps = False
         self.is_resumed = False
         self.done_nbytes = 0
+        self.done_elsewhere_nbytes = 0
         self._target = target
         self._force = force
         self._is_durable = durable
         self._journal: Journal | None = None
+        self._journal_path = folder / _JOURNAL
+        if number:
+            self._journal_path = companions.file_of(folder, companions.JOURNAL, number)
+        self._lock = Lock()
+
+    @property
+    def team(self) -> tuple[int, Team] | None:
+        """The processes that wrote before, and the place of their record among `records`."""
+        return companions.last_team(self.records)
+
+    @contextmanager
+    def without_others(self) -> Iterator[None]:
+        """Keep other processes of an earlier run out; at the end, what they noted is removed.
+
+        Raises:
+            ExecutionError: One of them is still writing.
+        """
+        found = self.team
+        what = str(self._target)
+        with (
+            translated("cannot be opened", self.folder),
+            companions.without_others(self.folder, found and found[1], what=what),
+        ):
+            yield
+
+    def begin_part(self, records: Iterable[Record], *, keeps: bool = False) -> None:
+        """Start the journal of a process that is not the first, in the place of an older one.
+
+        Raises:
+            ExecutionError: The system cannot write.
+        """
+        self._replace_journal(records)
+        with translated("cannot be created", self.folder):
+            self._fresh_path.rename(self._journal_path)
+        if self._is_durable:
+            sync_path(self.folder)
+        self.keeps = keeps
 
     def begin(self, records: Iterable[Record], *, keeps: bool = False) -> None:
         """Start a new journal with some records, in the place of one that may be there.
@@ -97,36 +151,45 @@ class Unfinished:
         Raises:
             ExecutionError: The system cannot write.
         """
-        fresh = self.folder / _NEW_JOURNAL
-        self._close_journal()
-        with translated("cannot be replaced", fresh):
-            fresh.unlink(missing_ok=True)
-        self._journal = Journal(fresh, durable=self._is_durable)
-        self.done_nbytes = 0
-        first, *others = records
-        self._journal.append([first])
-        self.note(others)
+        self._replace_journal(records)
         with translated("cannot be created", self.folder):
             if not keeps and self.files.path.exists():
                 shutil.rmtree(self.files.path)
-            fresh.rename(self.folder / _JOURNAL)
+            self._fresh_path.rename(self._journal_path)
             self.files.path.mkdir(exist_ok=True)
         if self._is_durable:
             sync_path(self.folder)
             sync_path(self.folder.parent)
         self.keeps = keeps
 
+    @property
+    def _fresh_path(self) -> Path:
+        return self._journal_path.with_name(f"{self._journal_path.name}.new")
+
+    def _replace_journal(self, records: Iterable[Record]) -> None:
+        """Write the journal that will be, under another name."""
+        self._close_journal()
+        with translated("cannot be replaced", self._fresh_path):
+            self._fresh_path.unlink(missing_ok=True)
+        self._journal = Journal(self._fresh_path, durable=self._is_durable)
+        self.done_nbytes = 0
+        first, *others = records
+        self._journal.append([first])
+        self.note(others)
+
     def resume(self, records: Sequence[Record]) -> None:
         """Go on with the journal that is there, and what it holds behind its first record."""
         self.records = tuple(records[1:])
         self.keeps = self.is_resumed = True
         self.done_nbytes = _done_nbytes(self.records)
-        self._journal = Journal(self.folder / _JOURNAL, durable=self._is_durable)
+        self._journal = Journal(self._journal_path, durable=self._is_durable)
         with translated("cannot be created", self.files.path):
             self.files.path.mkdir(exist_ok=True)
 
     def note(self, records: Iterable[Record]) -> None:
         """Append records to the journal; they are as durable as the output when this returns.
+
+        Any thread may call it.
 
         Raises:
             ExecutionError: The system cannot write.
@@ -134,18 +197,22 @@ class Unfinished:
         if self._journal is None:
             raise ExecutionError("the journal is not open", where=str(self.folder))
         records = tuple(records)
-        self._journal.append(records)
-        self.done_nbytes += _done_nbytes(records)
+        with self._lock:
+            self._journal.append(records)
+            self.done_nbytes += _done_nbytes(records)
 
-    def publish(self) -> None:
+    def publish(self, told: Record | None = None) -> None:
         """Make everything durable, and give it its final name.
+
+        Args:
+            told: What the last record of the journal shall say besides.
 
         Raises:
             ExistsError: Something appeared under the final name meanwhile.
             ExecutionError: The system cannot do it.
         """
         self.files.sync()
-        self.note([{_PUBLISHED: True}])
+        self.note([{_PUBLISHED: True, **(told or {})}])
         replaced = self.folder / _REPLACED
         put_in_place(
             *(self.files.path, self._target),
@@ -174,6 +241,7 @@ def unfinished_output(
     resume: bool = False,
     inputs: Iterable[str | PathLike[str]] = (),
     durable: bool = True,
+    patience_seconds: float = 0.0,
 ) -> Iterator[Unfinished]:
     """Write a folder beside its final name, or go on with one that an earlier process left.
 
@@ -191,6 +259,7 @@ def unfinished_output(
         inputs: What is being read; an output that would replace it is refused, even with `force`.
         durable: Whether to wait for the disk before an output gets its name. Without it nothing is
             lost when the process dies; when the machine does, an output may be there in part.
+        patience_seconds: How long to wait for another process that has the place.
 
     Yields:
         The output to write into.
@@ -212,7 +281,7 @@ def unfinished_output(
     fresh = make_parents(target)
     is_removed = False
     try:
-        with _held(place.folder, target):
+        with _held(place.folder, target, patience_seconds):
             records = read_journal(place.folder / _JOURNAL)
             place.keeps = bool(records)
             try:
@@ -220,7 +289,9 @@ def unfinished_output(
                 yield place
             finally:
                 place.close()
-                is_removed = not place.keeps or place.is_published
+                is_removed = place.is_published or not (
+                    place.keeps or companions.anybody_in(place.folder)
+                )
                 if is_removed:
                     _remove(place.folder, target)
     finally:
@@ -307,14 +378,19 @@ def _enter(
     require_free(target, force=force, inputs=inputs)
     if records and resume and not is_done:
         place.resume(records)
-    else:
+        return
+    place.records = tuple(records[1:])
+    with place.without_others():
         place.begin([purpose.first])
+    place.records = ()
 
 
 def _left(folder: Path, target: Path, records: Sequence[Record]) -> ExistsError:
     first, *others = records
     total = first.get("nbytes", 0)
     done = _done_nbytes(others)
+    if team := companions.last_team(others):
+        done += sum(map(_done_nbytes, companions.journals_of(folder, team[1])))
     removing = f" or remove {folder}"
     if os.path.lexists(folder / _REPLACED) and not os.path.lexists(target):
         removing = f"; what was here is in {folder / _REPLACED}"
@@ -331,7 +407,7 @@ def _done_nbytes(records: Iterable[Record]) -> int:
 
 
 @contextmanager
-def _held(folder: Path, target: Path) -> Iterator[None]:
+def _held(folder: Path, target: Path, patience_seconds: float) -> Iterator[None]:
     """Make the folder where it is missing, and lock it."""
     for _ in range(_MOST_TRIES):
         with ExitStack() as stack:
@@ -339,7 +415,9 @@ def _held(folder: Path, target: Path) -> Iterator[None]:
                 try:
                     folder.mkdir(exist_ok=True)
                     _require_ours(folder)
-                    stack.enter_context(locked(folder / _LOCK, what=str(target)))
+                    stack.enter_context(
+                        locked(folder / _LOCK, what=str(target), patience_seconds=patience_seconds)
+                    )
                 except FileNotFoundError:
                     continue  # its last holder has just removed it
                 except OSError:
@@ -353,7 +431,8 @@ def _held(folder: Path, target: Path) -> Iterator[None]:
 
 def _require_ours(folder: Path) -> None:
     """Refuse a folder that merely has the name: something in it is not ours to delete."""
-    strangers = sorted({entry.name for entry in folder.iterdir()} - _KNOWN)
+    names = {entry.name for entry in folder.iterdir()} - _KNOWN
+    strangers = sorted(name for name in names if not companions.is_of_companions(name))
     if os.path.lexists(folder / _REPLACED) and not (folder / _REPLACED).is_dir():
         strangers.append(_REPLACED)  # only folders are replaced
     if strangers or folder.is_symlink() or folder.stat().st_uid != os.geteuid():
@@ -372,6 +451,9 @@ def _remove(folder: Path, target: Path) -> None:
     shutil.rmtree(folder / _FILES, ignore_errors=True)
     shutil.rmtree(folder / _REPLACED, ignore_errors=True)
     with suppress(OSError):
+        companions.remove_all(folder)
         for name in (_NEW_JOURNAL, _JOURNAL, _LOCK):
             (folder / name).unlink(missing_ok=True)
+        for path in folder.glob(f"{companions.HELLO}.*"):
+            path.unlink(missing_ok=True)  # said before the lock was gone
         folder.rmdir()
