@@ -285,6 +285,13 @@ def test_every_pattern_matches_as_the_peers_does(atoms, is_whole, name):
     assert parse_pattern(pattern).matches(name) == (re.match(pattern, name) is not None)
 
 
+@given(st.text("ab._$-\n", max_size=4), st.text("ab._$-\n", max_size=4), st.booleans())
+def test_an_escaped_name_is_found_by_its_name_alone(known, name, is_anchored):
+    pattern = "^" * is_anchored + re.escape(known) + "$"
+
+    assert PatternTable([(pattern, 1)]).find(name) == ([(pattern, 1)] if known == name else [])
+
+
 def test_a_pattern_that_takes_a_backtracking_matcher_hours_is_matched_at_once():
     pattern = parse_pattern("^" + ".*" * 30 + "x$")
 

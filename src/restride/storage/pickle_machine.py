@@ -113,7 +113,11 @@ class Machine:
 
     def take_uint(self, nbytes: int) -> int:
         """The next `nbytes` bytes as an unsigned integer."""
-        return int.from_bytes(self.take(nbytes), "little")
+        start, stop = self.at, self.at + nbytes
+        if stop > len(self.stream):
+            self.take(nbytes)  # which refuses
+        self.at = stop
+        return int.from_bytes(self.stream[start:stop], "little")
 
     def take_string(self, length_nbytes: int) -> bytes:
         """A length of so many bytes, and what it announces."""
@@ -181,13 +185,15 @@ class Machine:
     def push_container(self, container: Value) -> None:
         """Put a new container on the stack; an empty one is the dearest value per opcode."""
         self.charge(_CONTAINER_WORK)
-        self.push(container)
+        self.stack.append(container)
 
     def remember(self, index: int) -> None:
         """Put the top of the stack into the memo."""
         if index > _LARGEST_MEMO_INDEX:
             raise CorruptError(f"memo entry {index} is beyond {_LARGEST_MEMO_INDEX}")
-        self.memo[index] = self.top()
+        if not self.stack:
+            raise CorruptError("the stack is empty")
+        self.memo[index] = self.stack[-1]
 
     def recall(self, index: int) -> None:
         """Push a value from the memo."""
@@ -195,7 +201,7 @@ class Machine:
             value = self.memo[index]
         except KeyError:
             raise CorruptError(f"memo entry {index} has not been set") from None
-        self.push(value)
+        self.stack.append(value)
 
     def construct(self, constructor: Value, args: Value, *, is_new: bool = False) -> Value:
         """The inert image of a call."""

@@ -49,9 +49,12 @@ def pushes_int(nbytes: int, *, signed: bool = False) -> Handler:
     """An integer of so many bytes."""
 
     def push_int(machine: Machine) -> None:
-        machine.push(int.from_bytes(machine.take(nbytes), "little", signed=signed))
+        machine.stack.append(int.from_bytes(machine.take(nbytes), "little", signed=signed))
 
-    return push_int
+    def push_uint(machine: Machine) -> None:
+        machine.stack.append(machine.take_uint(nbytes))
+
+    return push_int if signed else push_uint
 
 
 def pushes_long(length_nbytes: int) -> Handler:

@@ -9,9 +9,15 @@ depth; and a value that contains itself is refused.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-from restride.checkpoint.values import Constructed, OrderedDictValue
+from restride.checkpoint.values import (
+    Constructed,
+    GlobalName,
+    OrderedDictValue,
+    Storage,
+    StoredTensor,
+)
 from restride.errors import CorruptError
 from restride.storage.pickle_machine import shown
 
@@ -26,6 +32,10 @@ __all__ = ["require_walkable"]
 # Containers; everything else is a leaf.
 _Node: TypeAlias = "list[Value] | tuple[Value, ...] | dict[Value, Value] | set[Value] | frozenset[Value] | Constructed"  # noqa: E501
 _NODES = (list, tuple, dict, set, frozenset, Constructed)
+# The types of almost all leaves, which are almost all values: told by one look.
+_LEAVES: Final = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), GlobalName, Storage, StoredTensor}
+)
 
 
 class _Frame:
@@ -80,18 +90,21 @@ def require_walkable(root: Value, limits: Limits) -> None:
 def _next_unknown(frame: _Frame, known: dict[int, tuple[int, int]]) -> _Node | None:
     """Account for children until one comes that has not been walked."""
     for child in frame.children:
-        if not isinstance(child, _NODES):
+        if type(child) in _LEAVES:
             frame.size += 1
-        elif id(child) in known:
-            _account(frame, known[id(child)])
-        else:
+        elif (size := known.get(id(child))) is not None:
+            _account(frame, size)
+        elif isinstance(child, _NODES):
             return child
+        else:
+            frame.size += 1
     return None
 
 
 def _account(frame: _Frame, child: tuple[int, int]) -> None:
     levels, size = child
-    frame.levels = max(frame.levels, levels + 1)
+    if levels >= frame.levels:
+        frame.levels = levels + 1
     frame.size += size
 
 

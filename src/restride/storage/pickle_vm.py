@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["PLAIN_RULES", "Limits", "Rule", "Rules", "read_pickle"]
 
 _DEFAULT_LIMITS: Final = Limits()
+_HANDLERS: Final = {opcode: handler for opcode, (_, handler) in OPCODES.items()}
 
 
 def _no_persistent_ids(_: Value) -> Value:
@@ -72,22 +73,23 @@ def read_pickle(
         rules=PLAIN_RULES if rules is None else rules,
         limits=limits,
     )
-    position = 0
+    position, nbytes = 0, len(stream)
     try:
         while True:
             position = machine.at
-            if position >= len(stream):
-                raise CorruptError(f"the stream ends after {len(stream)} bytes without STOP")
+            if position >= nbytes:
+                raise CorruptError(f"the stream ends after {nbytes} bytes without STOP")
             opcode = stream[position]
-            machine.at += 1
-            if opcode == STOP:
-                break
-            if opcode not in OPCODES:
+            machine.at = position + 1
+            handler = _HANDLERS.get(opcode)
+            if handler is None:
+                if opcode == STOP:
+                    break
                 raise CorruptError(f"0x{opcode:02x} is no opcode")
             machine.budget -= 1
             if machine.budget < 0:
                 machine.charge(0)
-            OPCODES[opcode][1](machine)
+            handler(machine)
         return _result(machine)
     except RestrideError as error:
         raise error.located(_place(stream, position)) from None

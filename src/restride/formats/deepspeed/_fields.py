@@ -123,12 +123,8 @@ class Field:
         Raises:
             FormatError: This is neither.
         """
-        value = self.value
-        if isinstance(value, Constructed) and _class_name(value) in _SEQUENCE_NAMES:
-            value = value.args[0] if value.args else value.items
-        if not isinstance(value, list | tuple):
-            raise self.wrong("a list")
-        return tuple(Field(entry, f"{self.where}[{n}]") for n, entry in enumerate(value))
+        listed = enumerate(self._sequence())
+        return tuple([Field(entry, f"{self.where}[{n}]") for n, entry in listed])
 
     def integer(self, *, at_least: int = 0) -> int:
         """Return an integer in the range of what can be counted.
@@ -157,6 +153,9 @@ class Field:
         Raises:
             FormatError: This is none.
         """
+        found = self._sequence()
+        if all(type(entry) is str for entry in found):
+            return tuple(found)  # type: ignore[arg-type]  # just checked
         return tuple(element.text() for element in self.elements())
 
     def integers(self, *, at_least: int = 0) -> tuple[int, ...]:
@@ -165,6 +164,10 @@ class Field:
         Raises:
             FormatError: This is none, or one is below `at_least`.
         """
+        found = self._sequence()
+        # Most numbers of a file are in lists, and are what they must be: no place is spelled out.
+        if all(type(entry) is int and at_least <= entry <= _LARGEST_INT for entry in found):
+            return tuple(found)  # type: ignore[arg-type]  # just checked
         return tuple(element.integer(at_least=at_least) for element in self.elements())
 
     def shape(self) -> tuple[int, ...]:
@@ -173,10 +176,9 @@ class Field:
         Raises:
             FormatError: This is none.
         """
-        sizes = self.elements()
-        if len(sizes) > _MOST_DIMENSIONS:
+        if len(self._sequence()) > _MOST_DIMENSIONS:
             raise self.wrong(f"a shape of at most {_MOST_DIMENSIONS} dimensions")
-        shape = tuple(size.integer() for size in sizes)
+        shape = self.integers()
         if prod(shape) > _LARGEST_INT:
             raise FormatError(f"a tensor of shape {shape} does not exist", where=self.where)
         return shape
@@ -205,6 +207,14 @@ class Field:
         if not isinstance(state, dict) or name not in state:
             raise self.wrong(f"an object with an attribute {name!r}")
         return Field(state[name], f"{self.where}.{name}")
+
+    def _sequence(self) -> list[Value] | tuple[Value, ...]:
+        value = self.value
+        if isinstance(value, Constructed) and _class_name(value) in _SEQUENCE_NAMES:
+            value = value.args[0] if value.args else value.items
+        if not isinstance(value, list | tuple):
+            raise self.wrong("a list")
+        return value
 
     def _mapping(self) -> dict[Value, Value]:
         value = self.value

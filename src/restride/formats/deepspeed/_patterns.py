@@ -21,11 +21,14 @@ from restride.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Pattern", "PatternTable", "parse_pattern"]
+__all__ = ["Pattern", "PatternTable", "literal_name", "parse_pattern"]
 
 _T = TypeVar("_T")
 _LONGEST: Final = 1024
 _SPECIAL: Final = frozenset("()|{}[]^$*+?.\\")
+# Almost all: every letter stands for itself, or is escaped to do so.
+_SPELLED_OUT: Final = re.compile(r"\^?((?:[^()|{}\[\]^$*+?.\\]|\\[\W_])*)\$")
+_ESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
 _CLASSES: Final[dict[str, str]] = {"d": r"\d", "w": r"\w", "s": r"\s"}
 
 
@@ -34,7 +37,6 @@ class _Atom:
     """One position of a pattern: which characters it takes, and how often."""
 
     takes: Callable[[str], bool]
-    literal: str | None = None
     is_optional: bool = False
     is_repeated: bool = False
 
@@ -52,16 +54,6 @@ class Pattern:
     text: str
     atoms: tuple[_Atom, ...]
     is_whole: bool
-
-    @property
-    def literal(self) -> str | None:
-        """The only name that it matches, or None where it may match several."""
-        letters = [atom.literal for atom in self.atoms if not atom.is_optional]
-        if not self.is_whole or len(letters) < len(self.atoms) or None in letters:
-            return None
-        if any(atom.is_repeated for atom in self.atoms):
-            return None
-        return "".join(letter for letter in letters if letter is not None)
 
     def matches(self, name: str) -> bool:
         """Whether the pattern matches `name` from its start.
@@ -102,8 +94,6 @@ def parse_pattern(text: str) -> Pattern:
     Examples:
         >>> parse_pattern(r"^layers\.\d+\.bias$").matches("layers.12.bias")
         True
-        >>> parse_pattern(r"^wte\.weight$").literal
-        'wte.weight'
     """
     if len(text) > _LONGEST:
         raise UnsupportedError(f"a parameter pattern of {len(text)} characters is not understood")
@@ -112,6 +102,17 @@ def parse_pattern(text: str) -> Pattern:
     if is_whole:
         body = body[:-1]
     return Pattern(text, tuple(_atoms(text, body)), is_whole)
+
+
+def literal_name(text: str) -> str | None:
+    r"""The name that a pattern spells out to its end, or None where it is another kind of pattern.
+
+    Examples:
+        >>> literal_name(r"^wte\.weight$")
+        'wte.weight'
+    """
+    match = _SPELLED_OUT.fullmatch(text) if len(text) <= _LONGEST else None
+    return None if match is None else _ESCAPED.sub(r"\1", match[1])
 
 
 class PatternTable(Generic[_T]):
@@ -128,11 +129,11 @@ class PatternTable(Generic[_T]):
         self._named: dict[str, list[tuple[str, _T]]] = {}
         self._patterns: list[tuple[Pattern, _T]] = []
         for text, value in entries:
-            pattern = parse_pattern(text)
-            if pattern.literal is None:
-                self._patterns.append((pattern, value))
+            name = literal_name(text)
+            if name is None:
+                self._patterns.append((parse_pattern(text), value))
             else:
-                self._named.setdefault(pattern.literal, []).append((text, value))
+                self._named.setdefault(name, []).append((text, value))
 
     def find(self, name: str) -> list[tuple[str, _T]]:
         """Return every (pattern, value) that matches `name`."""
@@ -152,7 +153,7 @@ def _atoms(text: str, body: str) -> Iterator[_Atom]:
             # but a possessive one may forbid it: neither is written by anybody, so neither is read.
             if body[place : place + 1] in {"?", "+", "*"}:
                 raise _not_understood(text, body[place - 1 : place + 1])
-            atom = _Atom(atom.takes, atom.literal, mark in "*?", mark in "*+")
+            atom = _Atom(atom.takes, mark in "*?", mark in "*+")
         yield atom
 
 
@@ -170,7 +171,7 @@ def _atom(text: str, body: str, place: int) -> tuple[_Atom, int]:
         return _class(text, f"[{inside}]"), stop + 1
     if letter in _SPECIAL:
         raise _not_understood(text, letter)
-    return _Atom(letter.__eq__, letter), place + 1
+    return _Atom(letter.__eq__), place + 1
 
 
 def _escape(text: str, letter: str) -> _Atom:
@@ -178,7 +179,7 @@ def _escape(text: str, letter: str) -> _Atom:
         return _class(text, "\\" + letter)
     if not letter or letter.isalnum():
         raise _not_understood(text, "\\" + letter)
-    return _Atom(letter.__eq__, letter)
+    return _Atom(letter.__eq__)
 
 
 def _class(text: str, expression: str) -> _Atom:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from restride.algebra.canonical import canonicalize
 from restride.algebra.compose import chain
@@ -29,12 +29,21 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Region
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import StoredTensor
-    from restride.formats.deepspeed._flat import Fragment
     from restride.formats.deepspeed._optimizer import Group
     from restride.formats.deepspeed._partitions import FlatCut, Holding
     from restride.formats.deepspeed._run import FileTable
 
-__all__ = ["flat_states", "group_states", "replicas_of", "stored_state", "whole_states"]
+__all__ = [
+    "FlatLayouts",
+    "flat_states",
+    "group_states",
+    "replicas_of",
+    "stored_state",
+    "whole_states",
+]
+
+_Run: TypeAlias = tuple[int, int, int]
+"""A fragment: its partition, its first element in the shard, its length."""
 
 
 def stored_state(
@@ -98,15 +107,38 @@ def whole_states(
     return states
 
 
+class FlatLayouts:
+    """Layouts of fragments. The layers of a model are cut alike, and chained once.
+
+    Args:
+        mesh: The ranks that hold fragments, ``dp, tp``.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._known: dict[object, Layout] = {}
+
+    def find(self, layout: Layout, cut: FlatCut) -> Layout:
+        """Chain the cut of a tensor with the cut of each of its shards into fragments."""
+        runs: list[list[_Run]] = [[] for _ in range(layout.rank_count)]
+        for holding in () if cut.is_even else cut.holdings:
+            fragment = holding.fragment
+            runs[holding.cutter].append((fragment.partition, fragment.param_base, fragment.numel))
+        key = layout, cut.is_even, cut.outer_stride, cut.inner_stride, tuple(map(tuple, runs))
+        if key not in self._known:
+            self._known[key] = _flat_layout(layout, cut, runs, self.mesh)
+        return self._known[key]
+
+
 def flat_states(
-    layout: Layout, cut: FlatCut, mesh: Mesh, files: FileTable, where: str
+    layout: Layout, cut: FlatCut, layouts: FlatLayouts, files: FileTable, where: str
 ) -> dict[str, StateEntry]:
     """Describe the master weight and the optimizer states of a parameter.
 
     Args:
         layout: How the tensor-parallel (or expert-parallel) ranks cut it.
         cut: The fragments of their shards; all in files that are there.
-        mesh: The ranks that hold fragments, ``dp, tp``.
+        layouts: Those of other parameters on the same ranks.
         files: The files.
         where: Tensor, for errors.
 
@@ -115,13 +147,13 @@ def flat_states(
         UnsupportedError: A state other than Adam's is stored of a scaled parameter.
     """
     groups = [(holding, holding.group) for holding in cut.holdings if holding.group is not None]
-    flat = _flat_layout(layout, cut, mesh)
+    flat = layouts.find(layout, cut)
     names = dict.fromkeys(name for _, group in groups for name in group.arrays)
     return {
         name: StateEntry(
             _one_dtype([_dtype_of(group, name, where) for _, group in groups], where),
             scaled_state(flat, name, where),
-            _regions(groups, name, mesh, files),
+            _regions(groups, name, layouts.mesh, files),
         )
         for name in names
     }
@@ -197,18 +229,16 @@ def replicas_of(entries: Mapping[int, StateEntry], outer: Mesh, where: str) -> S
     return StateEntry(first.dtype, canonicalize(layout), regions)
 
 
-def _flat_layout(layout: Layout, cut: FlatCut, mesh: Mesh) -> Layout:
-    """Chain the cut of the tensor with the cut of each of its shards into fragments."""
+def _flat_layout(
+    layout: Layout, cut: FlatCut, fragments: Sequence[Sequence[_Run]], mesh: Mesh
+) -> Layout:
     parts = Mesh((("part", mesh.size // layout.rank_count),))
     numels = [layout.shard_numel(rank) for rank in range(layout.rank_count)]
     if cut.is_even:
         inner = {rank: flat_chunks((numel,), mesh=parts) for rank, numel in enumerate(numels)}
     else:
-        fragments: dict[int, list[Fragment]] = {rank: [] for rank in range(layout.rank_count)}
-        for holding in cut.holdings:
-            fragments[holding.cutter].append(holding.fragment)
         inner = {
-            rank: _fragment_layout(runs, numels[rank], parts) for rank, runs in fragments.items()
+            rank: _fragment_layout(runs, numels[rank], parts) for rank, runs in enumerate(fragments)
         }
     first = inner[0]
     return chain(
@@ -220,12 +250,12 @@ def _flat_layout(layout: Layout, cut: FlatCut, mesh: Mesh) -> Layout:
     )
 
 
-def _fragment_layout(runs: Sequence[Fragment], numel: int, parts: Mesh) -> Layout:
+def _fragment_layout(runs: Sequence[_Run], numel: int, parts: Mesh) -> Layout:
     """One flat shard over the partitions: the shard of a partition is its fragment."""
-    lengths = {run.partition: run.numel for run in runs}
+    lengths = {partition: length for partition, _, length in runs}
     pieces = [
-        Piece((Axis(run.numel, 1, 0, 1),) if run.numel > 1 else (), run.param_base, run.partition)
-        for run in runs
+        Piece((Axis(length, 1, 0, 1),) if length > 1 else (), base, partition)
+        for partition, base, length in runs
     ]
     shapes = [(lengths.get(part, 0),) for part in range(parts.size)]
     return Layout.of(parts, (numel,), shapes, pieces)

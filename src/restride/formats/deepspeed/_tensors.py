@@ -12,6 +12,7 @@ from restride.formats.deepspeed._chunks import frozen_chunks
 from restride.formats.deepspeed._model import configured_dtype
 from restride.formats.deepspeed._placement import Placement
 from restride.formats.deepspeed._states import (
+    FlatLayouts,
     flat_states,
     group_states,
     replicas_of,
@@ -79,6 +80,7 @@ class _Reader:
         self._partitions = partitions
         self._whole = whole
         self._tp_mesh = Mesh((("tp", run.tp_size),))
+        self._flat_layouts = FlatLayouts(run.mesh)
         self._placements = _placements(run, self._tp_mesh)
         self._trained = dict.fromkeys(
             name for model in run.models for group in model.param_shapes or () for name in group
@@ -133,7 +135,7 @@ class _Reader:
         elif run.is_partitioned and self._is_frozen(name):
             cut = frozen_chunks(run, name)
             if cut.is_whole and cut.holdings:
-                states = flat_states(layout, cut, run.mesh, run.files, where)
+                states = flat_states(layout, cut, self._flat_layouts, run.files, where)
             self._tell_lost_chunks(name, cut)
         states |= self._optimizer_states(name, layout)
         is_elsewhere = name in run.elsewhere or (run.is_partitioned and "fp32" in states)
@@ -271,10 +273,10 @@ class _Reader:
         if cut is None or not cut.holdings or not cut.is_whole:
             return {}
         where = f"tensor {name!r}"
-        states = flat_states(layout, cut, run.mesh, run.files, where)
+        states = flat_states(layout, cut, self._flat_layouts, run.files, where)
         whole = self._partitions.whole.get(name)
         if whole is not None and whole.holdings and whole.is_whole:
-            states |= flat_states(layout, whole, run.mesh, run.files, where)
+            states |= flat_states(layout, whole, self._flat_layouts, run.files, where)
         return states | self._group_states(name)
 
     def _whole_states(self, whole: Whole, name: str, layout: Layout) -> dict[str, StateEntry]:

@@ -19,7 +19,7 @@ from restride.algebra.mesh import as_mesh
 from restride.algebra.piece import Axis, Piece
 from restride.errors import CorruptError, RestrideError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
-from restride.formats.deepspeed._patterns import parse_pattern
+from restride.formats.deepspeed._patterns import literal_name, parse_pattern
 from restride.formats.deepspeed.maps import MAP_VERSION, exact_scale, read_affine_maps
 
 if TYPE_CHECKING:
@@ -139,8 +139,9 @@ def from_affine_maps(
     ranks = as_mesh(mesh) if mesh is not None else as_mesh({"tp": _rank_count(document)})
     found: dict[str, Layout] = {}
     for pattern, layout in read_affine_maps(document, ranks):
-        name = parse_pattern(pattern).literal
+        name = literal_name(pattern)
         if name is None:
+            parse_pattern(pattern)  # refuses what is none
             raise UnsupportedError(
                 f"the pattern {pattern!r} may match more than one parameter",
                 where=document.where,
