@@ -14,7 +14,9 @@ from restride.arrays.strided import copy_at, copy_strided
 from restride.errors import LayoutError
 
 EXTENTS = st.one_of(st.integers(1, 4), st.sampled_from([15, 16, 17, 33, 64, 65]))
-RUNS = st.one_of(st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 140))
+RUNS = st.one_of(
+    st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 140), st.sampled_from([1100, 17_001])
+)
 MOST = 40_000
 
 
@@ -122,6 +124,26 @@ def test_a_transposition_that_no_cache_holds_is_one(kernels, word, offset):
 
     matrix = source.view(f"V{word}").reshape(rows, columns)
     assert np.array_equal(target.view(f"V{word}").reshape(columns, rows), matrix.T)
+
+
+@pytest.mark.parametrize("run", [64, 192, 32 << 10])
+@pytest.mark.parametrize("offset", [0, 8])
+def test_runs_of_whole_lines_that_no_cache_holds_are_scattered(kernels, run, offset):
+    count = (9 << 20) // run
+    around = np.zeros(2 * run * count + 128, np.uint8)
+    start = -around.ctypes.data % 64 + offset
+    target = around[start : start + 2 * run * count]
+    source = memory(run * count, 7, 3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kernel, "KERNEL", kernels[-1])
+        assert copy_at(source.ctypes.data, target.ctypes.data, [(count, run, 2 * run)], run)
+
+    written, between = target.reshape(count, 2, run).transpose(1, 0, 2)
+    assert np.array_equal(written, source.reshape(count, run))
+    assert not between.any()
+    assert not around[:start].any()
+    assert not around[start + target.nbytes :].any()
 
 
 @pytest.mark.parametrize(

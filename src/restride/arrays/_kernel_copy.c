@@ -19,7 +19,13 @@ enum {
     MOST_AXES = 32,
     LINE = 64,           /* bytes of a cache line */
     LONGEST_SHORT = 128, /* bytes of a run that is not worth a call of memcpy */
-    AHEAD_NBYTES = 2048, /* that are fetched of a long run before its turn */
+    AHEAD_NBYTES = 4096, /* that are fetched before their turn */
+    LEAST_FETCHED = 1024,
+    LONGEST_WORD = 16,
+    /* Bytes of a run that is handed to memcpy in pieces. */
+    SHORTEST_CUT = 16 << 10,
+    LONGEST_COPY = 16 << 20,
+    PIECE_NBYTES = 512,
     /* Lines of the target that are written in turn: about as many pages stay known to the machine. */
     PANEL = 512,
     BLOCK = 32, /* steps of both loops of a tile of runs that are no words */
@@ -39,16 +45,50 @@ static const axis_t ONCE = {1, 0, 0};
 
 static int64_t size_of(int64_t stride) { return stride < 0 ? -stride : stride; }
 
+/* ---- Stores --------------------------------------------------------------------------------- */
+
+static void store_line(uint8_t *target, const uint8_t *line, int is_past_cache) {
+#if defined(__SSE2__)
+    if (is_past_cache) {
+        for (int at = 0; at < LINE; at += 16)
+            _mm_stream_si128((__m128i *)(target + at), _mm_loadu_si128((const __m128i *)(line + at)));
+        return;
+    }
+#endif
+    (void)is_past_cache;
+    memcpy(target, line, LINE);
+}
+
+/* Before anybody else may look at what was stored past the cache. */
+static void end_stores(void) {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
 /* ---- Lines: two nested loops over runs, in the order they are given --------------------------- */
+
+/* How many steps of a loop ahead its runs are fetched: the machine sees no pattern in runs with gaps,
+ * and waits for each. Where it does not pay, 0. */
+static int64_t steps_ahead(const axis_t *inner, int64_t nbytes) {
+    if (nbytes < LONGEST_WORD || size_of(inner->source) < LINE) return 0;
+    if (nbytes > LONGEST_SHORT && nbytes < LEAST_FETCHED) return 0;
+    return nbytes < AHEAD_NBYTES ? AHEAD_NBYTES / nbytes : 1;
+}
 
 /* A run is `pairs` words from the front and as many from the back, which overlap where they must; or
  * one word, where `pairs` is 0. Both are constants where this is called, and no loop is left of them. */
 INLINED void move_runs(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
                        int64_t nbytes, const int word, const int pairs) {
+    int64_t ahead = steps_ahead(&inner, nbytes) * inner.source;
     for (int64_t i = 0; i < outer.extent; i++) {
         uint8_t *restrict to = target + i * outer.target;
         const uint8_t *restrict from = source + i * outer.source;
         for (int64_t j = 0; j < inner.extent; j++, to += inner.target, from += inner.source) {
+            if (pairs && ahead) {
+                __builtin_prefetch(from + ahead);
+                __builtin_prefetch(from + ahead + nbytes - 1);
+            }
             if (!pairs) memcpy(to, from, word);
             for (int k = 0; k < pairs; k++) {
                 int64_t back = nbytes - (k + 1) * word;
@@ -59,17 +99,46 @@ INLINED void move_runs(uint8_t *target, const uint8_t *source, axis_t outer, axi
     }
 }
 
+/* memcpy takes another way for more than some 2 KiB, which is slower here until it is some MiB. */
+static void move_long_run(uint8_t *target, const uint8_t *source, int64_t nbytes) {
+    if (nbytes >= LONGEST_COPY || nbytes < SHORTEST_CUT) {
+        memcpy(target, source, (size_t)nbytes);
+        return;
+    }
+    int64_t piece = PIECE_NBYTES;
+    __asm__("" : "+r"(piece)); /* were it a constant, the compiler would not call memcpy either */
+    for (; nbytes >= piece; nbytes -= piece, target += piece, source += piece)
+        memcpy(target, source, (size_t)piece);
+    memcpy(target, source, (size_t)nbytes);
+}
+
 static void move_long_runs(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
                            int64_t nbytes) {
-    int64_t ahead = nbytes < AHEAD_NBYTES ? nbytes : AHEAD_NBYTES;
-    if (nbytes < AHEAD_NBYTES / 2) ahead = 0; /* too short for that to pay */
+    int64_t ahead = steps_ahead(&inner, nbytes) * inner.source;
+    int64_t fetched = nbytes < AHEAD_NBYTES ? nbytes : AHEAD_NBYTES;
     for (int64_t i = 0; i < outer.extent; i++)
         for (int64_t j = 0; j < inner.extent; j++) {
             const uint8_t *from = source + i * outer.source + j * inner.source;
-            /* The machine finds out where a run goes on, but not where the next one begins. */
-            for (int64_t at = 0; at < ahead; at += LINE) __builtin_prefetch(from + inner.source + at);
-            memcpy(target + i * outer.target + j * inner.target, from, (size_t)nbytes);
+            if (ahead)
+                for (int64_t at = 0; at < fetched; at += LINE) __builtin_prefetch(from + ahead + at);
+            move_long_run(target + i * outer.target + j * inner.target, from, nbytes);
         }
+}
+
+/* Runs of whole lines that are read in sequence, and written here and there. */
+static void scatter_lines(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
+                          int64_t nbytes) {
+    for (int64_t i = 0; i < outer.extent; i++)
+        for (int64_t j = 0; j < inner.extent; j++)
+            for (int64_t at = 0; at < nbytes; at += LINE)
+                store_line(target + i * outer.target + j * inner.target + at,
+                           source + i * outer.source + j * inner.source + at, 1);
+    end_stores();
+}
+
+static int are_lines(const uint8_t *target, axis_t outer, axis_t inner, int64_t nbytes) {
+    return !(((uintptr_t)target | (uintptr_t)outer.target | (uintptr_t)inner.target |
+              (uintptr_t)nbytes) % LINE);
 }
 
 static void lines(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
@@ -144,18 +213,6 @@ INLINED void transpose(uint8_t *target, int64_t target_stride, const uint8_t *so
     if (word == 8) transpose_8(target, target_stride, source, source_stride);
 }
 
-static void store_line(uint8_t *target, const uint8_t line[LINE], int is_past_cache) {
-#if defined(__SSE2__)
-    if (is_past_cache) {
-        for (int at = 0; at < LINE; at += 16)
-            _mm_stream_si128((__m128i *)(target + at), _mm_load_si128((const __m128i *)(line + at)));
-        return;
-    }
-#endif
-    (void)is_past_cache;
-    memcpy(target, line, LINE);
-}
-
 /* Words that are neighbours in the target along one loop, and in the source across it. A tile is as
  * many lines as a line has words. It is turned in a buffer and leaves it line by line, since lines
  * whose distance is a power of two push each other out of the cache. */
@@ -190,9 +247,7 @@ INLINED void turn(uint8_t *target, const uint8_t *source, axis_t across, axis_t 
                     store_line(to + m * across.target, buffer + LINE * m, is_past_cache);
             }
     }
-#if defined(__SSE2__)
-    if (is_past_cache) _mm_sfence();
-#endif
+    if (is_past_cache) end_stores();
     axis_t right = {along.extent - wide, along.source, along.target};
     axis_t upper = {high, across.source, across.target};
     axis_t lower = {across.extent - high, across.source, across.target};
@@ -281,7 +336,10 @@ static void walk(const nest_t *nest, int32_t depth, uint8_t *target, const uint8
     } else if (left <= 2) {
         axis_t outer = left == 2 ? axis[0] : ONCE;
         axis_t inner = left >= 1 ? axis[left - 1] : ONCE;
-        lines(target, source, outer, inner, nest->nbytes);
+        if (nest->is_large && inner.source == nest->nbytes &&
+            are_lines(target, outer, inner, nest->nbytes))
+            scatter_lines(target, source, outer, inner, nest->nbytes);
+        else lines(target, source, outer, inner, nest->nbytes);
     } else {
         for (int64_t i = 0; i < axis->extent; i++)
             walk(nest, depth + 1, target + i * axis->target, source + i * axis->source);
