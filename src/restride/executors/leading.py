@@ -144,9 +144,8 @@ class Host:
         with self._changed:
             if self._problem is not None:
                 raise self._problem
-            for member in self._members:
-                if member.failed_for_good:
-                    raise _failure_of(member, self._named([member]))
+            for member in self._failed():
+                raise _failure_of(member, self._named([member]))
 
     def wait(self, look_into: Callable[[Member], ReadBack]) -> None:
         """Return when all parts are there.
@@ -217,7 +216,8 @@ class Host:
             return False
         before = [(m.claimed_nbytes, m.has_joined, m.is_done) for m in self._members]
         for member in self._members:
-            if told := member.look(self._team, self._lead.job):
+            told = member.look(self._team, self._lead.job)
+            if told and not (self._tasks and member.failure):
                 self._say(f"{self._named([member])} {told}")
         after = [(m.claimed_nbytes, m.has_joined, m.is_done) for m in self._members]
         nbytes = sum(member.claimed_nbytes for member in self._members)
@@ -232,11 +232,17 @@ class Host:
         if late and waited > self._lead.wait_seconds and not self._is_late_told:
             self._is_late_told = True
             self._say(f"{self._named(late)} did not come within {waited:.0f} s")
-        if any(member.failed_for_good for member in self._members):
+        if self._failed():
             self._stop.set()
         if before != after:
             self._changed.notify_all()
         return before != after
+
+    def _failed(self) -> list[Member]:
+        """Processes that would fail again. Of a task the executor has the error itself."""
+        if self._lead.start is not None:
+            return []
+        return [member for member in self._members if member.failed_for_good]
 
     def _say(self, message: str) -> None:
         self._progress.on_notice(Notice(message))
@@ -274,7 +280,9 @@ class Host:
     def _lost(self, missing: Sequence[Member]) -> MissingProcessError:
         first = missing[0]
         words = first.words if len(missing) == 1 else "are missing"
-        if all(not member.has_joined for member in missing):
+        if self._tasks and not first.has_joined:
+            words = "ended in the executor before it began"
+        elif all(not member.has_joined for member in missing):
             words = f"did not come within {self._lead.wait_seconds:.0f} s"
         return MissingProcessError(
             f"{self._named(missing)} {words}",

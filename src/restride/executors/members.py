@@ -115,6 +115,7 @@ class Member:
         self._sign = Sign(self._lock)
         self._was_held = self._has_finished = False
         self._word: object = None
+        self._words: set[object] = set()
         self._reader = JournalReader(self.journal_path)
         self._is_ours: bool | None = None
 
@@ -210,10 +211,10 @@ class Member:
             self._hear(record)
 
     def _hear(self, record: Record) -> None:
-        """Hear how it ended; what it said in an earlier life counts no more."""
+        """Hear how it ended; what it said to an earlier process 0 counts no more."""
         match record:
             case {"finished": {"word": word, "read_nbytes": int(read), "resumed_nbytes": int(old)}}:
-                if word == self._word:
+                if word in self._words:
                     self.read_nbytes, self.resumed_nbytes = read, old
                     self._has_finished = True
             case {"failed": {"word": word, **failure}}:
@@ -234,6 +235,7 @@ class Member:
             self._word = word
             return "has other options or sees another source, and was turned away"
         self._word = word
+        self._words.add(word)
         self.has_joined = self.is_sound = True
         self.is_missing = self._was_held = self._has_finished = False
         self.failure = None
