@@ -92,6 +92,8 @@ REFUSED = [
     (at(*FILE, "parts", 1, "blocks", 0, to="G" * 32), CorruptError, "32 hexadecimal digits"),
     (at(*FILE, "parts", 1, "blocks", 0, to=7), CorruptError, "a text"),
     (at(*FILE, "parts", 1, "tensor", to=7), CorruptError, "a text"),
+    (at(*FILE, "parts", 1, "tensor", to=""), CorruptError, "only one of tensor and state"),
+    (at(*FILE, "parts", 0, "state", to="weight"), CorruptError, "only one of tensor and state"),
     (at("tensors", "wte", to=7), CorruptError, "an object"),
     (at("tensors", "wte", "weight", to=7), CorruptError, "a text"),
 ]

@@ -543,6 +543,32 @@ def test_buffers_are_held_by_every_rank(saved):
     assert not catalog.findings
 
 
+def test_a_parameter_that_is_called_a_buffer(saved):
+    """Its master weights and moments were left out without a word."""
+    edit_file(model(saved), lambda root: root["buffer_names"].append("up"))
+
+    refused(saved, "buffer_names: 'up' is a buffer here, and a parameter where shapes are given")
+
+
+@pytest.mark.parametrize("name", ["up", "mask"])
+def test_a_value_in_the_place_of_a_tensor(saved, name):
+    def lie(root):
+        root["buffer_names"].append("mask")
+        root["module"][name] = 7
+
+    edit_file(model(saved), lie)
+
+    refused(saved, f"module['{name}']: a tensor is expected, found 7", error=FormatError)
+
+
+def test_a_value_in_the_module_that_nothing_else_names_is_told_of(saved):
+    edit_file(model(saved), lambda root: root["module"].update(scale=7))
+    (finding,) = read_catalog(saved).findings
+
+    assert (finding.severity, finding.kind) == ("warning", "no-tensor")
+    assert finding.message.endswith("module['scale'] is no tensor: it is carried as a value")
+
+
 # What is not a lie, but rare.
 
 
@@ -561,6 +587,7 @@ def test_a_state_dict_may_hold_what_is_no_tensor(saved):
     values = read_catalog(saved).values
 
     assert values["model"]["module['_extra_state']"] == {"bytes": "YWJj"}
+    assert not read_catalog(saved).findings
 
 
 def test_a_value_with_a_large_tensor_is_told_of(saved):

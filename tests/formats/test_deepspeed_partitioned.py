@@ -224,6 +224,17 @@ def test_a_master_copy_of_integers_is_not_taken_for_the_weight(saved, tmp_path):
     assert (finding.severity, finding.kind) == ("error", "master-dtype")
 
 
+def test_a_weight_of_bools_beside_a_master_copy_is_of_another_save(tmp_path):
+    write_zero_run(tmp_path / "run", ZeroRun(1, 1, {"norm": parameter((3,), 10)}))
+    for file in (tmp_path / "run" / "step").glob("*model_states.pt"):
+        edit_file(file, lambda root: root["module"].update(norm=Array("bool", (3,), b"\1\0\1")))
+
+    (finding,) = (f for f in api.check(tmp_path / "run").findings if f.severity == "error")
+
+    assert finding.kind == "master-dtype"
+    assert "the master copy is float32, the parameter is trained in bool" in finding.message
+
+
 def test_a_weight_that_the_module_has_after_all_is_read(tmp_path):
     write_partitioned_run(tmp_path / "run", ZeroRun(2, 1, {"norm": parameter((3,), 10)}))
     whole = np.array([1, 2, 3], np.float16)

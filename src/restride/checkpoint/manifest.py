@@ -209,12 +209,12 @@ def _part(value: object, block_nbytes: int, where: str) -> ManifestPart:
     digests = [_text(block, f"{where}.blocks") for block in blocks]
     if not all(map(_DIGITS.fullmatch, digests)):
         raise CorruptError("a digest has 32 hexadecimal digits", where=where)
+    start_nbytes = _size(members.get("start_nbytes"), f"{where}.start_nbytes")
+    tensor, state = (_text(members.get(key, ""), f"{where}.{key}") for key in ("tensor", "state"))
+    if bool(tensor) != bool(state):
+        raise CorruptError("only one of tensor and state is given", where=where)
     return ManifestPart(
-        _size(members.get("start_nbytes"), f"{where}.start_nbytes"),
-        nbytes,
-        tuple(int(digits, 16) for digits in digests),
-        _text(members.get("tensor", ""), f"{where}.tensor"),
-        _text(members.get("state", ""), f"{where}.state"),
+        start_nbytes, nbytes, tuple(int(digits, 16) for digits in digests), tensor, state
     )
 
 

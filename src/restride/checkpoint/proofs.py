@@ -50,16 +50,16 @@ def prove_catalog(catalog: Catalog) -> Iterator[Finding]:
 
 
 def master_findings(catalog: Catalog) -> Iterator[Finding]:
-    """Tell of master copies of integers where the parameter is trained in floating point.
+    """Tell of weights and master copies of which one is no floating-point number.
 
-    Nothing rounds one to the other: it would be written as it is, as a weight or as its master.
+    Nothing rounds one to the other: each would be written as it is, under the name of a weight.
     """
     for tensor in catalog.tensors:
         master, weight = tensor.states.get("fp32"), tensor.states.get("weight")
         trained = tensor.trained_dtype if weight is None else weight.dtype
-        if master is None or trained is None or trained.kind != "float":
+        if master is None or trained is None or not tensor.layout.full_numel:
             continue
-        if master.dtype.kind != "float":
+        if (master.dtype.kind == "float") != (trained.kind == "float"):
             where = f"tensor {tensor.name!r}, state 'fp32'"
             what = f"the master copy is {master.dtype}, the parameter is trained in {trained}"
             yield Finding("error", "master-dtype", f"{where}: {what}", where)

@@ -8,6 +8,7 @@ for frozen parameters in `frozen_param_fragments`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -18,6 +19,7 @@ from restride.formats.deepspeed._settings import is_enabled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from collections.abc import Set as AbstractSet
 
     from restride.algebra.layout import Shape
     from restride.checkpoint.dtypes import DType
@@ -117,6 +119,9 @@ def read_model_file(root: Field, name: str, tp: int, dp: int | None = None) -> M
         weights, chunks = stored, {}
     else:
         weights = _without_placeholders(stored, frozen, buffer_names)
+    param_shapes = None if groups is None else tuple(_shapes(group) for group in groups.elements())
+    parameters = {*frozen, *chain.from_iterable(param_shapes or ())}
+    _check_names(root, parameters, buffer_names)
     model = ModelFile(
         name,
         dp,
@@ -127,7 +132,7 @@ def read_model_file(root: Field, name: str, tp: int, dp: int | None = None) -> M
         chunks,
         root.get("optimizer"),
         tuple(extras),
-        None if groups is None else tuple(_shapes(group) for group in groups.elements()),
+        param_shapes,
         frozen,
         buffer_names,
         {key: entry.text() for key, entry in shared.items()} if shared else {},
@@ -196,6 +201,20 @@ def _without_placeholders(
 def _world_size(root: Field, key: str) -> int | None:
     size = root.get(key)
     return None if size is None else size.integer(at_least=1)
+
+
+def _check_names(root: Field, parameters: AbstractSet[str], buffers: AbstractSet[str]) -> None:
+    """What the file calls a parameter or a buffer is one of both, and a tensor in the module."""
+    for name in sorted(parameters & buffers):
+        raise CorruptError(
+            f"{name!r} is a buffer here, and a parameter where shapes are given",
+            where=f"{root.where}: buffer_names",
+        )
+    module = root.at("module")
+    for name in (*parameters, *buffers):
+        entry = module.get(name)
+        if entry is not None:
+            entry.tensor()
 
 
 def _check_shapes(model: ModelFile) -> None:

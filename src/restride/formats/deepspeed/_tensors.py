@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["read_tensors"]
 
 _MOST_NAMED: Final = 5
+# What a module of PyTorch keeps beside its tensors.
+_EXTRA_STATE: Final = "_extra_state']"
 
 
 def read_tensors(
@@ -98,6 +100,7 @@ class _Reader:
     def read(self) -> Iterator[TensorEntry]:
         """Yield the tensors, each once and under its first name."""
         first = self._run.models[0]
+        self._tell_of_values()
         experts = () if self._run.is_partitioned else self._experts
         for name in dict.fromkeys([*first.dtypes, *first.weights, *self._trained, *experts]):
             if name in self._experts:
@@ -110,6 +113,14 @@ class _Reader:
                 self._tell_of_nothing(name)
             else:
                 yield self._parameter(name)
+
+    def _tell_of_values(self) -> None:
+        """Tell of entries of the module that are no tensors, but for those that never are."""
+        for model in self._run.models:
+            for entry in model.extras:
+                if not entry.where.endswith(_EXTRA_STATE):
+                    message = f"{entry.where} is no tensor: it is carried as a value"
+                    self._run.findings.append(Finding("warning", "no-tensor", message, model.name))
 
     def _tell_of_nothing(self, name: str) -> None:
         """Tell of a name that ZeRO-3 stores nothing of. AutoEP names the router's weights twice."""

@@ -143,6 +143,7 @@ def read_whole(run: Run, experts: ExpertRanks | None = None) -> Whole | None:
     whole = Whole(tuple(ranks), mesh, _joined(ranks), aliases)
     run.findings.extend(_told_by_order(whole, by_order))
     run.findings.extend(_uncut(whole))
+    run.findings.extend(_lost(whole))
     return whole
 
 
@@ -295,3 +296,20 @@ def _uncut(whole: Whole) -> Iterator[Finding]:
                         f"{name!r}: such states are carried as values",
                         rank.model.name,
                     )
+
+
+def _lost(whole: Whole) -> Iterator[Finding]:
+    """Tell of parameters that lack an array which others of their group have."""
+    for rank in whole.ranks:
+        for names in rank.members:
+            owned = {name: rank.owned[name].arrays for name in names if name in rank.owned}
+            for state in dict.fromkeys(state for arrays in owned.values() for state in arrays):
+                lost = [name for name, arrays in owned.items() if arrays and state not in arrays]
+                if lost:
+                    other = next(name for name, arrays in owned.items() if state in arrays)
+                    message = (
+                        f"the optimizer has no {state} of {lost[0]!r}, which it has of {other!r} "
+                        f"of the same group ({len(lost)} parameters lack it)"
+                    )
+                    where = f"{rank.file.where}: {message}"
+                    yield Finding("warning", "missing-state", where, f"tensor {lost[0]!r}")
