@@ -25,10 +25,6 @@ enum {
      * between LONGEST_SHORT and LEAST_FETCHED are found in time without. */
     AHEAD_NBYTES = 4096,
     LEAST_FETCHED = 1024,
-    /* Runs from SHORTEST_CUT to LONGEST_WHOLE bytes are handed to memcpy in pieces. */
-    SHORTEST_CUT = 16 << 10,
-    LONGEST_WHOLE = 16 << 20,
-    PIECE_NBYTES = 512,
     /* Lines of the target that are written in turn: about as many pages stay known to the machine. */
     PANEL = 512,
     BLOCK = 32, /* steps of both loops of a tile of runs that are no words */
@@ -102,19 +98,6 @@ INLINED void move_runs(uint8_t *target, const uint8_t *source, axis_t outer, axi
     }
 }
 
-/* memcpy takes another way for more than some 2 KiB, which is slower here until it is some MiB. */
-static void move_long_run(uint8_t *target, const uint8_t *source, int64_t nbytes) {
-    if (nbytes >= LONGEST_WHOLE || nbytes < SHORTEST_CUT) {
-        memcpy(target, source, (size_t)nbytes);
-        return;
-    }
-    int64_t piece = PIECE_NBYTES;
-    __asm__("" : "+r"(piece)); /* were it a constant, the compiler would not call memcpy either */
-    for (; nbytes >= piece; nbytes -= piece, target += piece, source += piece)
-        memcpy(target, source, (size_t)piece);
-    memcpy(target, source, (size_t)nbytes);
-}
-
 static void move_long_runs(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
                            int64_t nbytes) {
     int64_t ahead = steps_ahead(&inner, nbytes) * inner.source;
@@ -124,7 +107,7 @@ static void move_long_runs(uint8_t *target, const uint8_t *source, axis_t outer,
             const uint8_t *from = source + i * outer.source + j * inner.source;
             if (ahead)
                 for (int64_t at = 0; at < fetched; at += LINE) __builtin_prefetch(from + ahead + at);
-            move_long_run(target + i * outer.target + j * inner.target, from, nbytes);
+            memcpy(target + i * outer.target + j * inner.target, from, (size_t)nbytes);
         }
 }
 
