@@ -38,7 +38,7 @@ from restride.layouts import codegen_qkv, split, transposed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROUNDS = 7
+ROUNDS = 9
 RANKS = 4
 COLUMNS = (
     "copy_",
@@ -58,7 +58,11 @@ def in_turn(calls: dict[str, Callable[[], Any]], threads: int) -> dict[str, list
     clock = time.process_time if threads == 1 else time.perf_counter
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(ROUNDS * threads + 1):
-        for name, call in calls.items():
+        # Who comes after whom matters to the caches, so everybody comes after everybody.
+        first = number % len(calls)
+        names = list(calls)
+        for name in names[first:] + names[:first]:
+            call = calls[name]
             start = clock()
             call()
             if number:
