@@ -467,21 +467,20 @@ def test_states_of_another_shape_are_told_of_and_carried(saved):
     assert carried["tensor"]["shape"] == [2]
 
 
-@pytest.mark.parametrize(
-    "lie", [lambda own: own.pop("exp_avg"), lambda own: own.update(exp_avg=64)]
-)
-def test_a_state_that_others_of_the_group_have_is_missed(tmp_path, lie):
+@pytest.mark.parametrize("state", ["exp_avg", "step"])
+@pytest.mark.parametrize("lie", [dict.pop, lambda own, state: own.update({state: 64})])
+def test_a_state_that_others_of_the_group_have_is_missed(tmp_path, lie, state):
     """A number in its place was carried as a value."""
     parameters = {"up": parameter((4, 3), 1), "down": parameter((3, 4), 2)}
     written(tmp_path / "run", parameters, "unfused")
 
     def change(root):
-        lie(root["optimizer"]["optimizer_state_dict"]["state"][1])
+        lie(root["optimizer"]["optimizer_state_dict"]["state"][1], state)
 
     edit_file(file_of(tmp_path / "run"), change)
 
     message = message_of(read_catalog(tmp_path / "run"), "missing-state")
-    assert "the optimizer has no exp_avg of 'down', which it has of 'up' of the same" in message
+    assert f"the optimizer has no {state} of 'down', which it has of 'up' of the same" in message
 
 
 def test_two_weights_that_share_their_bytes_are_one_parameter(tmp_path):

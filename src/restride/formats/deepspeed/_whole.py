@@ -299,14 +299,18 @@ def _uncut(whole: Whole) -> Iterator[Finding]:
 
 
 def _lost(whole: Whole) -> Iterator[Finding]:
-    """Tell of parameters that lack an array which others of their group have."""
+    """Tell of parameters that lack a state which others of their group have."""
     for rank in whole.ranks:
         for names in rank.members:
-            owned = {name: rank.owned[name].arrays for name in names if name in rank.owned}
-            for state in dict.fromkeys(state for arrays in owned.values() for state in arrays):
-                lost = [name for name, arrays in owned.items() if arrays and state not in arrays]
+            owned = {
+                name: {**rank.owned[name].arrays, **rank.owned[name].scalars}
+                for name in names
+                if name in rank.owned
+            }
+            for state in dict.fromkeys(state for states in owned.values() for state in states):
+                lost = [name for name, states in owned.items() if states and state not in states]
                 if lost:
-                    other = next(name for name, arrays in owned.items() if state in arrays)
+                    other = next(name for name, states in owned.items() if state in states)
                     message = (
                         f"the optimizer has no {state} of {lost[0]!r}, which it has of {other!r} "
                         f"of the same group ({len(lost)} parameters lack it)"
