@@ -52,6 +52,7 @@ matrix: $(VENV)/.tests
 KILLS ?= 200
 kills: $(VENV)/.tests
 	@$(BIN)/python scripts/kill_conversions.py --kills $(KILLS)
+	@$(BIN)/python scripts/kill_conversions.py --kills $(KILLS) --processes 4
 
 # Laws and hostile files with many more examples (`make fuzz K=hostile` for a part of them), then
 # readers, planner and conversions for FUZZ_SECONDS in all: docs/fuzzing.md. Log and finds are kept.

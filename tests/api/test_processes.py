@@ -25,6 +25,7 @@ from restride.executors import blocks, manifests, resuming
 from restride.executors.events import NullObserver
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE
+from restride.testing.faults import FailingFiles, failing_files
 
 OPTIONS = {
     "states": "all",
@@ -475,3 +476,61 @@ def test_threads_take_the_parts_of_an_executor(tmp_path, reference):
     assert tree(tmp_path / "out") == reference
     assert report.written_nbytes == 205236
     assert report.read_nbytes > 200_000
+
+
+def dies_at(out, number, at, count=2):
+    """A process that is killed at one of the operations on files that it does below a folder."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        FailingFiles._die = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        with failing_files(out.parent, at=at, is_torn=at % 2 == 0):
+            api.convert(
+                SAMPLE,
+                out,
+                process=(number, count),
+                resume=True,
+                **{**OPTIONS, "wait_seconds": 1.5},
+            )
+        code = 0
+    except RestrideError:
+        code = 3
+    finally:
+        os._exit(code)
+
+
+def resumed_after_deaths(folder, reference, number, points):
+    """How many of the processes died at their point, and did not get further."""
+    deaths = 0
+    for at in points:
+        out = folder / f"out{at}"
+        out.parent.mkdir(exist_ok=True)
+        other = start(out, 1 - number, 2, resume=True, wait_seconds=1.5)
+        child = dies_at(out, number, at)
+        code = end_of(child)
+        deaths += code == -signal.SIGKILL
+        assert code in {-signal.SIGKILL, 0, 3}
+        assert end_of(other) in {0, 3}
+        assert not out.exists() or tree(out) == reference
+        count = 1 + at % 3
+        children = [start(out, n, count, resume=True) for n in range(1, count)]
+        leads(out, count, resume=True, wait_seconds=30)
+        assert [end_of(child) for child in children] == [0] * (count - 1)
+        assert tree(out) == reference
+        assert not partial_folder(out).exists()
+        shutil.rmtree(out)
+    return deaths
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_after_a_death_at_an_operation_any_number_goes_on(tmp_path, reference, number):
+    assert resumed_after_deaths(tmp_path / "run", reference, number, [8, 47]) == 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [0, 1])
+def test_after_a_death_at_any_operation_any_number_goes_on(tmp_path, reference, number):
+    assert resumed_after_deaths(tmp_path / "run", reference, number, range(1, 150)) > 50

@@ -38,6 +38,7 @@ SETTINGS = {
     "tensor-parallel.md": ("llama_tp2_z1", "checkpoint", beside_a_config),
     "experts.md": ("mixtral_ep2_z1", "checkpoint", on_four_ranks),
     "replicas.md": ("gptbigcode_tp2_z1", "checkpoint", shutil.copytree),
+    "several-machines.md": ("llama_tp2_z1", "checkpoint", shutil.copytree),
 }
 # What a page shows that exits with 1.
 FINDINGS = {("replicas.md", "restride check checkpoint")}

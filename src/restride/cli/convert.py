@@ -223,7 +223,7 @@ def command(
         _named(this),
         open_executor(executor) as pool,
         open_progress("converting") if not this.number else nullcontext() as observer,
-        stop_on_signals() as stop,
+        stop_on_signals(is_told=not this.number) as stop,
     ):
         report = api.convert(
             *(checkpoint, out),

@@ -19,8 +19,12 @@ _TOLD: Final = b"restride: stopping at the end of a step; once more to end at on
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """Yield an event that the first SIGINT or SIGTERM sets while the block runs."""
+def stop_on_signals(*, is_told: bool = True) -> Iterator[threading.Event]:
+    """Yield an event that the first SIGINT or SIGTERM sets while the block runs.
+
+    Args:
+        is_told: Whether to write that it was heard.
+    """
     stop = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -29,7 +33,8 @@ def stop_on_signals() -> Iterator[threading.Event]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         stop.set()
-        os.write(2, _TOLD)  # whoever is interrupted may be in the middle of writing to stderr
+        if is_told:
+            os.write(2, _TOLD)  # whoever is interrupted may be in the middle of writing to stderr
 
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may say what a signal does

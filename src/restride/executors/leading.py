@@ -163,6 +163,7 @@ class Host:
             self.require_sound()
             with self._changed:
                 if all(member.is_done for member in self._members):
+                    self._team = None  # who comes now finds the output
                     return
                 unsure = [m for m in self._members if m.is_complete and not m.is_sound]
                 self._require_nobody_lost()

@@ -131,8 +131,10 @@ class Member:
 
     @property
     def is_done(self) -> bool:
-        """Whether all of its part is there."""
-        return not self.total_nbytes or (self.is_complete and self.is_sound)
+        """Whether all of its part is there, and it needs the files no more."""
+        if not self.total_nbytes and not self.has_joined:
+            return True
+        return self.is_complete and self.is_sound
 
     @property
     def failed_for_good(self) -> bool:

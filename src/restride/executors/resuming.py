@@ -103,7 +103,7 @@ def read_back(
     _leave_out_incomplete(noted, drift, regions, part)
     arrays = {(regions[region].tensor, regions[region].state) for region, _ in noted}
     kept = {key: row for key, row in drift.items() if key[:2] in arrays}
-    return ReadBack(tuple(noted.values()), kept, len(noted) == count)
+    return ReadBack(tuple(noted.values()), kept, len(noted) == count and kept == drift)
 
 
 def noted_drift(journals: Iterable[Iterable[Record]]) -> dict[_Row, ReplicaDrift]:

@@ -114,7 +114,7 @@ def joined_output(
             with locked(lock, what=what, patience_seconds=LOCK_SECONDS):
                 joined = _enter(folder, target, purpose, answer, number, durable=durable)
                 if joined is not None:
-                    with Beat(lock, also=lambda: _stop_if_asked(folder, stop)):
+                    with Beat(lock, also=lambda: _stop_if_asked(folder, number, stop)):
                         try:
                             yield joined
                         finally:
@@ -124,8 +124,13 @@ def joined_output(
             continue  # process 0 has ended meanwhile; another one may come
 
 
-def _stop_if_asked(folder: Path, stop: Event) -> None:
-    if os.path.lexists(folder / STOP):
+def _stop_if_asked(folder: Path, number: int, stop: Event) -> None:
+    """Stop where process 0 wants it, or where another one began anew in spite of this one.
+
+    The latter can only happen on a file system without locks.
+    """
+    journal = companions.file_of(folder, JOURNAL, number)
+    if os.path.lexists(folder / STOP) or not os.path.lexists(journal):
         stop.set()
 
 
