@@ -1,4 +1,4 @@
-"""What happens before the first byte of a tensor moves: each source file is read once."""
+"""What happens before the first byte of a tensor moves: nothing is read or spelled out twice."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ import pytest
 from restride import api
 from restride.exports import Wanted
 from restride.preparation import prepare
-from restride.storage import torch_zip
+from restride.storage import torch_output, torch_zip
 from restride.storage.ranges import FilePool, RangeFile
+from restride.storage.torch_output import FileDraft, TorchOutput
 from restride.testing.command_line import SAMPLE
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from restride.checkpoint.output import Output
+    from restride.checkpoint.values import Value
+    from restride.storage.torch_file import TorchFileLayout
 
 _WAYS = [
     Wanted("safetensors"),
@@ -61,3 +66,49 @@ def test_each_file_of_a_universal_folder_is_parsed_once(
         prepared = prepare(folder, wanted, pool)
 
     assert parsed == Counter({str(folder / file.name): 1 for file in prepared.catalog.files})
+
+
+def _output(source: Path, wanted: Wanted) -> Output:
+    with FilePool() as pool:
+        return prepare(source, wanted, pool).export.output
+
+
+@pytest.mark.parametrize("wanted", _WAYS, ids=str)
+def test_files_that_are_alike_are_those_that_are_laid_out_alone(
+    wanted: Wanted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = _output(SAMPLE, wanted)
+    add = TorchOutput.add
+
+    def add_alone(
+        self: TorchOutput, draft: FileDraft, value: Value, *, alike: object = None
+    ) -> None:
+        del alike
+        add(self, draft, value)
+
+    monkeypatch.setattr(TorchOutput, "add", add_alone)
+
+    assert together == _output(SAMPLE, wanted)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "most"),
+    # Per rank of the source (two shapes of the padding at most) one file of each kind; and of a
+    # universal folder one for each shape, beside the model files, the optimizer and the step.
+    [(Wanted("deepspeed", dp=64, zero=3), 8), (Wanted("universal"), 16)],
+    ids=str,
+)
+def test_what_is_the_same_in_many_files_is_spelled_out_once(
+    wanted: Wanted, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spelled: list[str] = []
+    lay_out = torch_output.lay_out_torch_file
+
+    def counted(name: str, value: Value) -> TorchFileLayout:
+        spelled.append(name)
+        return lay_out(name, value)
+
+    monkeypatch.setattr(torch_output, "lay_out_torch_file", counted)
+    files = _output(SAMPLE, wanted).files
+
+    assert len(spelled) <= most < len(files) / 3

@@ -211,6 +211,22 @@ def plan_reading(
 _Matcher: TypeAlias = "Callable[[Layout, Layout], _Match]"
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A block, and the copies of it that can be read.
+
+    Attributes:
+        scale: That of the copies: none where there is an exact one, else the simplest.
+        copies: (source rank, walks) of every copy with this scale: others are not bit for bit the
+            same. The first is the one to read.
+        is_held_once: Whether one rank alone holds the block.
+    """
+
+    scale: Fraction
+    copies: tuple[tuple[int, tuple[Walk, ...]], ...]
+    is_held_once: bool
+
+
 class _Match:
     """What two layouts have in common.
 
@@ -220,30 +236,38 @@ class _Match:
 
     def __init__(self, target: Layout, source: Layout) -> None:
         self._relation = compose(target, source)
-        self._blocks: dict[int, tuple[Block, ...]] = {}
+        self._parts: dict[int, tuple[_Part, ...]] = {}
 
-    def blocks(self, rank: int) -> tuple[Block, ...]:
-        """The blocks of one target rank, which together fill all of its elements.
+    def parts(self, rank: int) -> tuple[_Part, ...]:
+        """What one target rank is made of: parts that together fill all of its elements.
 
         Raises:
             CoverageError: The source lacks elements.
             LayoutError: The blocks are not those that the target needs.
             UnsupportedError: A source shard holds an element too many times.
         """
-        if rank not in self._blocks:
+        if rank not in self._parts:
+            source = self._relation.source
             blocks = blocks_of_target(self._relation, rank)
             needed = sum(piece.numel for piece in self._relation.target.pieces(rank))
             found = sum(block.numel for block in blocks)
             if found != needed:
-                source = self._relation.source
                 verdict = prove(source, side="full")
                 if isinstance(verdict, Hole):
                     raise CoverageError(explain(verdict, source), verdict=verdict)
                 raise LayoutError(
                     f"the source fills {found} elements of a target that needs {needed}"
                 )
-            self._blocks[rank] = blocks
-        return self._blocks[rank]
+            self._parts[rank] = tuple(_part(block, source.mesh) for block in blocks)
+        return self._parts[rank]
+
+
+def _part(block: Block, mesh: Mesh) -> _Part:
+    scale = _chosen_scale(block)
+    alike = [way for way in block.ways if way.scale == scale]
+    placed = sorted(_placed(alike), key=lambda pair: _order(mesh, *pair))
+    copies = tuple((rank, tuple(map(_without_full, way.walks))) for rank, way in placed)
+    return _Part(scale, copies, len(block.holders) == 1)
 
 
 def _regions(job: Job, match: _Matcher) -> Iterator[RegionPlan]:
@@ -254,7 +278,7 @@ def _regions(job: Job, match: _Matcher) -> Iterator[RegionPlan]:
     found = match(job.target_layout, job.source.layout)
     for rank, region in enumerate(job.target_regions):
         if region is not None:
-            fills = tuple(_fills(job, found.blocks(rank), rank))
+            fills = tuple(_fills(job, found.parts(rank), rank))
             yield _region(job, rank, region, fills)
         elif job.target_layout.pieces(rank):
             raise PlanError(f"rank {rank} of the target holds elements, but has no place for them")
@@ -289,15 +313,14 @@ def _region(job: Job, rank: int, region: Region, fills: tuple[Fill, ...]) -> Reg
     )
 
 
-def _fills(job: Job, blocks: Iterable[Block], rank: int) -> Iterator[Fill]:
-    for block in blocks:
-        scale = _chosen_scale(block)
-        fill = _decided(job, rank, block, tuple(_sources(job.source, block, scale)))
-        factor = factor_of(job.state, scale, job.source.dtype, job.use)
+def _fills(job: Job, parts: Iterable[_Part], rank: int) -> Iterator[Fill]:
+    for part in parts:
+        fill = _decided(job, rank, part, tuple(_sources(job.source, part)))
+        factor = factor_of(job.state, part.scale, job.source.dtype, job.use)
         yield replace(fill, scale=factor) if factor != 1 else fill
 
 
-def _decided(job: Job, rank: int, block: Block, sources: tuple[Source, ...]) -> Fill:
+def _decided(job: Job, rank: int, part: _Part, sources: tuple[Source, ...]) -> Fill:
     """Put the source that was chosen first, and say which others must hold the same."""
     match job.replicas:
         case "check":
@@ -309,7 +332,7 @@ def _decided(job: Job, rank: int, block: Block, sources: tuple[Source, ...]) -> 
             others = tuple(source for source in sources if source not in chosen)
             return Fill((*chosen, *others), len(chosen))
         case CopyAt() as choice:
-            if len(block.holders) == 1:
+            if part.is_held_once:
                 # No rank to choose; where one holds an element twice, it has to agree with itself.
                 return Fill(sources, len(sources))
             mesh = job.source.layout.mesh
@@ -340,20 +363,15 @@ def _in_place(job: Job, rank: int, sources: tuple[Source, ...]) -> tuple[Source,
 
 
 def _chosen_scale(block: Block) -> Fraction:
-    """The scale of the copies to read: none where there is an exact one, else the simplest."""
     scales = {way.scale for way in block.ways}
     return min(scales, key=lambda scale: (scale != 1, not is_rounded_once(scale), scale))
 
 
-def _sources(entry: StateEntry, block: Block, scale: Fraction) -> Iterator[Source]:
-    """Every copy of a block that has this scale. Others are not bit for bit the same."""
-    alike = [way for way in block.ways if way.scale == scale]
-    mesh = entry.layout.mesh
-    for rank, way in sorted(_placed(alike), key=lambda pair: _order(mesh, *pair)):
+def _sources(entry: StateEntry, part: _Part) -> Iterator[Source]:
+    for rank, walks in part.copies:
         region = entry.regions[rank]
         if region is None:
             raise LayoutError(f"rank {rank} holds elements, but the catalog has no place for them")
-        walks = tuple(_without_full(walk) for walk in way.walks)
         yield Source(rank, region.file, region.start_nbytes, walks)
 
 

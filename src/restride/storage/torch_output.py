@@ -23,10 +23,13 @@ from restride.layouts.replicated import replicated
 from restride.storage.torch_file import lay_out_torch_file, new_tensor
 
 if TYPE_CHECKING:
-    from restride.algebra.layout import Layout
+    from collections.abc import Hashable
+
+    from restride.algebra.layout import Layout, Shape
     from restride.checkpoint.catalog import Catalog, Finding
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import Storage, StoredTensor, Value
+    from restride.storage.torch_file import TorchFileLayout
 
 __all__ = ["FileDraft", "OutputArray", "TorchOutput"]
 
@@ -55,12 +58,13 @@ class FileDraft:
 
     Attributes:
         name: Name below the root of the output.
+        made: Type and shape of each tensor that was made for it.
         placed: (key of the storage, array, rank, byte of the storage) of each shard in it.
     """
 
     name: str
+    made: list[tuple[DType, Shape]] = field(default_factory=list)
     placed: list[tuple[str, OutputArray, int, int]] = field(default_factory=list)
-    _count: int = 0
 
     def tensor(self, array: OutputArray, rank: int) -> StoredTensor:
         """Make a tensor of the shard of one rank, in a storage of its own."""
@@ -70,8 +74,8 @@ class FileDraft:
 
     def buffer(self, dtype: DType, *shape: int) -> StoredTensor:
         """Make a tensor that is zero wherever nothing is put into it."""
-        self._count += 1
-        return new_tensor(str(self._count), dtype, shape)
+        self.made.append((dtype, shape))
+        return new_tensor(str(len(self.made)), dtype, shape)
 
     def put(self, buffer: StoredTensor, array: OutputArray, rank: int, start: int = 0) -> None:
         """Put the shard of one rank into a buffer, from one of its elements on."""
@@ -95,6 +99,7 @@ class TorchOutput:
         self._copies: list[tuple[OutputTensor, Selected]] = []
         self._proved: set[Layout] = set()
         self._literals: dict[bytes, bytes] = {}
+        self._layouts: dict[Hashable, TorchFileLayout] = {}
 
     def array(self, selected: Selected, layout: Layout) -> OutputArray:
         """Announce an array.
@@ -116,15 +121,22 @@ class TorchOutput:
         self._arrays.append(array)
         return array
 
-    def add(self, draft: FileDraft, value: Value) -> None:
+    def add(self, draft: FileDraft, value: Value, *, alike: Hashable = None) -> None:
         """Add a file that holds `value`, whose new tensors were made by `draft`.
+
+        Args:
+            draft: The file.
+            value: What it holds.
+            alike: Key of files whose values are equal if their drafts made equal tensors. They
+                differ in names and in what is put into the tensors, and are laid out once: there is
+                a file for each state of a parameter, or for each of thousands of ranks.
 
         Raises:
             PlanError: A tensor of the draft is not in the value, or a tensor of the value is in no
                 file of the source.
             UnsupportedError: The value has a part that no file can have.
         """
-        layout = lay_out_torch_file(draft.name, value)
+        layout = self._laid_out(draft, value, alike)
         number = len(self._files)
         starts: dict[str, int] = {}
         for storage, start in layout.storages:
@@ -175,6 +187,15 @@ class TorchOutput:
             (*sources, *(selected for _, selected in self._copies)),
             findings,
         )
+
+    def _laid_out(self, draft: FileDraft, value: Value, alike: Hashable) -> TorchFileLayout:
+        if alike is None:
+            return lay_out_torch_file(draft.name, value)
+        key = alike, tuple(draft.made)
+        known = self._layouts.get(key)
+        if known is None:
+            known = self._layouts[key] = lay_out_torch_file(draft.name, value)
+        return replace(known, file=replace(known.file, name=draft.name))
 
     def _shared(self, file: OutputFile) -> OutputFile:
         """The file, with the literals of earlier ones: ranks by the thousand say the same."""

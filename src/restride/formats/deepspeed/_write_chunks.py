@@ -151,7 +151,8 @@ class _ModelFiles:
             entries |= writing.experts.entries(rank)
         if dp:  # the first rank of all speaks for them
             entries["shared_params"] = {}
-        writing.output.add(draft, entries)
+        alike = ("model", not dp, *_kind(writing, dp, tp))
+        writing.output.add(draft, entries, alike=alike)
 
     def _fragment(self, draft: FileDraft, name: str, rank: int) -> Value:
         """This rank's chunk; of a parameter that has no element here, and others train, nothing."""
@@ -193,7 +194,18 @@ def _write_optimizer(
     carried = {
         key: source.values[key] for key in ("ds_config", "ds_version") if key in source.values
     }
-    writing.output.add(draft, {"optimizer_state_dict": state, **keyed(carried)})
+    alike = ("optimizer", *_kind(writing, dp, tp))
+    writing.output.add(draft, {"optimizer_state_dict": state, **keyed(carried)}, alike=alike)
+
+
+def _kind(writing: Writing, dp: int, tp: int) -> tuple[object, ...]:
+    """What tells ranks apart of which the files say other things.
+
+    Those of one tensor-parallel rank that one rank of the source speaks for say the same, for they
+    have chunks of the same sizes; with experts, each says which chunk is its own.
+    """
+    number = writing.source_number(dp, tp, dp_size=writing.target.dp)
+    return number, tp, None if writing.experts is None else dp
 
 
 def _partition_groups(groups: Sequence[Sequence[ChunkedGroup]], rank: int) -> list[Value]:

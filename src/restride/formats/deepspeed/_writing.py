@@ -96,8 +96,11 @@ class Writing:
 
     def source_rank(self, dp: int, tp: int, *, dp_size: int) -> ModelRank:
         """The rank of the source that speaks for a rank of the target."""
-        number = self.training.number_of_rank(dp=dp, dp_size=dp_size, mp=tp, mp_size=self.target.tp)
-        return self.training.ranks[number]
+        return self.training.ranks[self.source_number(dp, tp, dp_size=dp_size)]
+
+    def source_number(self, dp: int, tp: int, *, dp_size: int) -> int:
+        """Number of that rank."""
+        return self.training.number_of_rank(dp=dp, dp_size=dp_size, mp=tp, mp_size=self.target.tp)
 
     def shard_shape(self, name: str, cutter: int) -> Shape:
         """Shape of a tensor on a tensor-parallel rank of the target; of experts on a cutter."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed.model_files import ModelFiles
     from restride.formats.universal._optimizer_state import OptimizerState
 
-__all__ = ["FORMAT", "LATEST", "PARTITIONED", "find_folder", "read_catalog"]
+__all__ = ["FORMAT", "LATEST", "PARTITIONED", "find_folder", "read_catalog", "whole_tensor"]
 
 FORMAT: Final = "deepspeed universal"
 """Format of a folder in the shape of ZeRO-1 and ZeRO-2."""
@@ -284,7 +284,7 @@ class _Reader:
             self._tell("error", "shape-mismatch", message, known.name)
             states = {}
         # One that is flat, or described in dimensions of its own, has the same elements in order.
-        whole = _whole(shape)
+        whole = whole_tensor(shape)
         viewed = {
             state: StateEntry(entry.dtype, whole, entry.regions) for state, entry in states.items()
         }
@@ -379,12 +379,12 @@ def _entry_of(tensor: StoredTensor, number: int, where: str) -> StateEntry:
             remedy="save it after .contiguous()",
         )
     region = Region(number, tensor.start_nbytes) if prod(tensor.shape) else None
-    return StateEntry(tensor.storage.dtype, _whole(tensor.shape), (region,))
+    return StateEntry(tensor.storage.dtype, whole_tensor(tensor.shape), (region,))
 
 
 @lru_cache(maxsize=1024)
-def _whole(shape: Shape) -> Layout:
-    """Tensors of one shape share their layout."""
+def whole_tensor(shape: Shape) -> Layout:
+    """The layout of a tensor that is in one file; those of one shape share it."""
     return replicated(shape, mesh=_ONE_RANK)
 
 

@@ -19,7 +19,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.selection import Selected
@@ -37,8 +36,7 @@ from restride.formats.universal._write_optimizer import (
     write_optimizer,
     write_partitioned_optimizer,
 )
-from restride.formats.universal.reader import FORMAT, LATEST, find_folder
-from restride.layouts.replicated import replicated
+from restride.formats.universal.reader import FORMAT, LATEST, find_folder, whole_tensor
 from restride.storage.torch_output import FileDraft, TorchOutput
 from restride.storage.torch_zip import TorchFiles
 
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
 
 __all__ = ["lay_out"]
 
-_ONE_RANK: Final = Mesh(())
 _MASTER: Final = DTYPES["float32"]
 _PARAM: Final = "param"
 _STEP: Final = "step"
@@ -263,16 +260,14 @@ class _Writer:
         shape = entry.layout.full_shape
         dtype = _MASTER if state == _WEIGHT else entry.dtype
         selected = Selected(path, tensor.name, state, entry, dtype)
-        array = self.output.array(selected, replicated(shape, mesh=_ONE_RANK))
+        array = self.output.array(selected, whole_tensor(shape))
         draft = FileDraft(path)
-        if marks is None:
-            made = draft.buffer(dtype, *((prod(shape),) if shape else ()))
-            value: Value = made
-        else:
-            made = draft.buffer(dtype, *self._companions.shapes.get(tensor.name, shape))
-            value = {**keyed(marks), _PARAM: made}
+        flat = (prod(shape),) if shape else ()
+        stored = flat if marks is None else self._companions.shapes.get(tensor.name, shape)
+        made = draft.buffer(dtype, *stored)
         draft.put(made, array, 0)
-        self.output.add(draft, value)
+        value: Value = made if marks is None else {**keyed(marks), _PARAM: made}
+        self.output.add(draft, value, alike=(marks is None, tuple((marks or {}).items())))
 
     def _path(self, name: str, state: str) -> str:
         """Name of a file below the output; names in a checkpoint are somebody else's."""
