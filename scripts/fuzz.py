@@ -278,11 +278,15 @@ def _run_blindly(run: Callable[[bytes], None], corpus: Path, options: _Options) 
 
     random = Random(options.seed)  # noqa: S311 - no secret
     pool = [path.read_bytes() for path in sorted(corpus.iterdir())] or [b""]
+    current = options.out / f"died-{options.child}-of"
     while True:
         content = random.choice(pool)
         for _ in range(random.randrange(8)):
             content = changed_bytes(random, content)[: _longest(str(options.child))]
-        run(content if random.randrange(4) else random.randbytes(random.choice((8, 64, 512))))
+        if random.randrange(4) == 0:
+            content = random.randbytes(random.choice((8, 64, 512)))
+        current.write_bytes(content)  # libFuzzer does this where the process dies
+        run(content)
 
 
 @dataclass
@@ -371,6 +375,7 @@ def _fuzz_one(name: str, seconds: float, options: _Options, log: _Log) -> Result
         if noted.exists():
             result.add(json.loads(noted.read_text()), text)
         if code == 0:
+            (options.out / f"died-{name}-of").unlink(missing_ok=True)
             break
         seed += 1
         _keep_death(name, code, text, result, options.out)

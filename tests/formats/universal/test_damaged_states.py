@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from restride import api
-from restride.errors import CorruptError
+from restride.errors import CorruptError, FormatError
 from restride.formats.universal import read_catalog
-from restride.testing.saved_values import edit_file
+from restride.testing.saved_values import Array, edit_file
 from restride.testing.zero_files import Parameter, ZeroRun, stored, write_zero_run
 from restride.testing.zero_runs import distinct
 
@@ -80,3 +80,59 @@ def test_a_parameter_that_was_never_updated_lacks_nothing(folder):
         state_file(folder, f"b/{state}").unlink()
 
     assert not found(folder, "missing-state")
+
+
+def test_a_state_of_another_dtype_than_in_the_rest_of_its_group_is_told_of(folder):
+    assert not found(folder, "state-dtype")
+
+    halves = stored(distinct((6,), 1500).astype(np.float16))
+    edit_file(state_file(folder, "b/exp_avg"), lambda value: value.update(param=halves))
+
+    (finding,) = found(folder, "state-dtype")
+    assert finding.severity == "warning"
+    assert finding.message.endswith(
+        "b/exp_avg.pt is float16, that of 'a' of the same group is float32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (float("nan"), "the number of a step is expected, found nan"),
+        (float("inf"), "the number of a step is expected, found inf"),
+        (-1, "the number of a step is expected, found -1"),
+        (1 << 63, "the number of a step is expected"),
+        (True, "the number of a step is expected, found True"),
+        ("1", "the number of a step is expected"),
+        ((1, 2), "the number of a step is expected"),
+        (Array("bool", (), b"\1"), "is a tensor of bool and shape (), a step is one number"),
+        (Array("int64", (2,), bytes(16)), "of int64 and shape (2,), a step is one number"),
+    ],
+)
+def test_a_step_that_is_no_number_is_refused(folder, step, words):
+    edit_file(state_file(folder, "a/step"), lambda _: step)
+
+    with pytest.raises(FormatError) as caught:
+        read_catalog(folder)
+
+    assert words in str(caught.value)
+    assert "zero/a/step.pt" in str(caught.value)
+
+
+@pytest.mark.parametrize("step", [0, 7, 7.0, Array("int64", (1,), b"\7" + bytes(7))])
+def test_a_step_may_be_any_number(folder, step):
+    edit_file(state_file(folder, "a/step"), lambda _: step)
+
+    assert read_catalog(folder).tensors
+
+
+def test_moments_of_a_parameter_that_nobody_trains_are_told_of(folder, tmp_path):
+    model = folder / "step_universal" / "mp_rank_00_model_states.pt"
+    edit_file(model, lambda root: root["param_shapes"][0].pop("b") and None)
+
+    (finding,) = found(folder, "untrained-states")
+
+    assert finding.severity == "error"
+    assert "zero/b has exp_avg, exp_avg_sq, by the model files nobody trains" in finding.message
+    with pytest.raises(CorruptError, match="nobody trains"):
+        api.convert(folder, tmp_path / "out", states="all")

@@ -24,6 +24,7 @@ from restride.checkpoint.catalog import (
 )
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, ExecutionError, FormatError, UnsupportedError
+from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed.companions import described_shapes
 from restride.formats.deepspeed.model_files import read_model_files
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
@@ -32,11 +33,12 @@ from restride.layouts.replicated import replicated
 from restride.storage.torch_zip import TorchFiles, open_torch_zip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from os import PathLike
 
     from restride.algebra.layout import Layout, Shape
     from restride.checkpoint.catalog import Severity
+    from restride.checkpoint.dtypes import DType
     from restride.formats.deepspeed.model_files import ModelFiles
     from restride.formats.universal._optimizer_state import OptimizerState
 
@@ -56,6 +58,7 @@ _SUFFIX: Final = ".pt"
 _PARAM: Final = "param"
 _STEP: Final = "step"
 _MASTER: Final = "fp32"
+_COUNTING: Final = frozenset({"float", "int", "uint"})
 _LONGEST_TAG: Final = 1024
 _MOST_NAMED: Final = 5
 _ONE_RANK: Final = Mesh(())
@@ -164,6 +167,7 @@ class _Reader:
         self.findings: list[Finding] = list(models.findings if models else ())
         self._described = _described(models)
         self._files: dict[str, set[str]] = {}  # states that have a file, by parameter
+        self._dtypes: dict[str, dict[str, DType]] = {}
         self.optimizer = self._read_optimizer()
         self._group_states = dict(self._of_groups())
 
@@ -198,6 +202,7 @@ class _Reader:
         """Tell of parameters that have some states of their group, and not all of them."""
         trained = self._models.trained if self._models else ()
         for names in (names for groups in trained for names in groups):
+            self._tell_of_other_dtypes(names)
             known = {name: self._files[name] for name in names if name in self._files}
             every = dict.fromkeys(state for states in known.values() for state in states)
             for name, states in known.items():
@@ -211,6 +216,19 @@ class _Reader:
                     )
                     self._tell("warning", "missing-state", message, name)
 
+    def _tell_of_other_dtypes(self, names: Iterable[str]) -> None:
+        """Tell of states that have another dtype than in the rest of their group."""
+        first: dict[str, tuple[str, DType]] = {}
+        for name in names:
+            for state, dtype in self._dtypes.pop(name, {}).items():
+                other, expected = first.setdefault(state, (name, dtype))
+                if dtype != expected:
+                    message = (
+                        f"{self._below}{name}/{state}{_SUFFIX} is {dtype}, that of {other!r} of "
+                        f"the same group is {expected}"
+                    )
+                    self._tell("warning", "state-dtype", message, name)
+
     def _is_carried(self, entry: TensorEntry, trained: set[str]) -> bool:
         """Whether the model files have all that there is.
 
@@ -221,8 +239,20 @@ class _Reader:
         return bool(trained) and "weight" in entry.states and entry.name not in trained
 
     def _compare_carried(self, entry: TensorEntry) -> None:
-        """Tell of a folder that has a part of a weight: an engine takes it for all of it."""
+        """Tell of a folder that has a part of a weight: an engine takes it for all of it.
+
+        And of one with states of an optimizer, which is that of a parameter that is trained.
+        """
         shape = entry.layout.full_shape
+        files = _entries(self._folder / _PARAMETERS / entry.name, is_folder=False)
+        moments = {file.removesuffix(_SUFFIX) for file in files if file.endswith(_SUFFIX)}
+        moments -= {_MASTER, _STEP}
+        if moments:
+            message = (
+                f"{self._below}{entry.name} has {', '.join(sorted(moments))}, by the model files "
+                "nobody trains the parameter; they are left out"
+            )
+            self._tell("error", "untrained-states", message, entry.name)
         file = f"{self._below}{entry.name}/fp32{_SUFFIX}"
         if not (self._root / file).is_file():
             return
@@ -261,6 +291,7 @@ class _Reader:
                     where=place,
                 )
         found = self._group_states.get(name, {}) | scalars
+        self._dtypes[name] = {state: entry.dtype for state, entry in states.items()}
         self._files[name] = {*states, *([_STEP] if has_step else [])}
         if known is None:
             return TensorEntry(name, "parameter", states[first].layout, states | found)
@@ -318,8 +349,21 @@ class _Reader:
     def _step(self, file: str) -> Iterator[tuple[str, StateEntry]]:
         """Yield a step that is a tensor; a plain number is no array."""
         opened = self._opened.open(self._root / file)
-        if isinstance(opened.value, StoredTensor):
-            yield _STEP, self._entry(file, opened.nbytes, opened.value)
+        value = opened.value
+        if isinstance(value, StoredTensor):
+            if prod(value.shape) != 1 or value.storage.dtype.kind not in _COUNTING:
+                raise CorruptError(
+                    f"is a tensor of {value.storage.dtype} and shape {value.shape}, a step is one "
+                    "number",
+                    where=file,
+                )
+            yield _STEP, self._entry(file, opened.nbytes, value)
+        elif (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 <= value < 1 << 63
+        ):
+            raise Field(value, file).wrong("the number of a step")
 
     def _entry(self, file: str, nbytes: int, tensor: StoredTensor) -> StateEntry:
         number = len(self.files)
