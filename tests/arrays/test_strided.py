@@ -126,6 +126,30 @@ def test_a_transposition_that_no_cache_holds_is_one(kernels, word, offset):
     assert np.array_equal(target.view(f"V{word}").reshape(columns, rows), matrix.T)
 
 
+@given(
+    word=st.sampled_from([1, 2, 4, 8, 16]),
+    step=st.integers(1, 5),
+    count=st.integers(1, 300),
+    offset=st.integers(0, 63),
+)
+def test_every_so_manyth_word_is_gathered_and_scattered(each_way, word, step, count, offset):
+    strewn = memory(step * word * count, 8, offset)
+    dense = memory(word * count, 9, offset // 2)
+
+    def both():
+        gathered, scattered = dense.copy(), strewn.copy()
+        copy_strided(strewn, gathered, [(count, step * word, word)], word)
+        copy_strided(dense, scattered, [(count, word, step * word)], word)
+        return gathered.tobytes(), scattered.tobytes()
+
+    words = strewn.copy().reshape(count, step, word)
+    expected_gathered = words[:, 0].tobytes()
+    words[:, 0] = dense.reshape(count, word)
+
+    for gathered, scattered in each_way(both):
+        assert (gathered, scattered) == (expected_gathered, words.tobytes())
+
+
 @pytest.mark.parametrize("run", [64, 192, 32 << 10])
 @pytest.mark.parametrize("offset", [0, 8])
 def test_runs_of_whole_lines_that_no_cache_holds_are_scattered(kernels, run, offset):
