@@ -29,11 +29,14 @@ from pathlib import Path
 
 from restride import api
 from restride.errors import RestrideError
+from restride.executors import blocks, manifests, resuming
 from restride.testing.command_line import SAMPLE
 
 TARGETS = ({}, {"to": "universal"}, {"to": "deepspeed"})
 SMALL = {"states": "all", "workers": 2, "sync_nbytes": 16384, "budget_nbytes": 2 << 20}
 FAILED = 3
+# So that small arrays have several blocks, and parts begin inside of them.
+BLOCK_NBYTES = 4096
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -143,6 +146,8 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=SAMPLE)
     parser.add_argument("--folder", type=Path, help="where to work; a temporary folder by default")
     a = parser.parse_args()
+    for module in (blocks, manifests, resuming):
+        module.BLOCK_NBYTES = BLOCK_NBYTES
     rng = random.Random(a.seed)  # noqa: S311 - moments, not secrets
     kills = outputs = resumed = 0
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:

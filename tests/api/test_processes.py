@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -21,7 +23,7 @@ from restride.errors import (
     RestrideError,
     StoppedError,
 )
-from restride.executors import blocks, manifests, resuming
+from restride.executors import blocks, manifests, members, resuming
 from restride.executors.events import NullObserver
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE
@@ -247,6 +249,38 @@ def test_what_is_given_up_is_resumed_by_any_number(tmp_path, reference, count):
     assert report.resumed_nbytes > 0
     assert tree(out) == reference
     assert not partial_folder(out).exists()
+
+
+def test_what_is_given_up_is_resumed_by_an_executor(tmp_path, reference):
+    out = tmp_path / "out"
+    killed_and_given_up(out)
+
+    with ThreadPoolExecutor(2) as executor:
+        options = {**OPTIONS, "wait_seconds": 30}
+        report = api.convert(SAMPLE, out, executor=executor, parts=3, resume=True, **options)
+
+    assert report.resumed_nbytes > 0
+    assert tree(out) == reference
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_where_there_are_no_locks_a_death_is_told_by_silence(
+    tmp_path, reference, monkeypatch, number
+):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(members, "_SILENT_SECONDS", 1.5)
+    out, observer = tmp_path / "out", Hears()
+    child = start(out, 1, 2, dies_after=4)
+    with in_background(leads, out, 2, observer=observer, wait_seconds=30):
+        assert end_of(child) == -signal.SIGKILL
+        wait_for(lambda: observer.notices)
+        assert end_of(start(out, 1, 2)) == 0
+
+    assert "process 1 of 2 ended before its part was done" in observer.notices[0]
+    assert tree(out) == reference
 
 
 def test_a_leftover_of_several_is_reported_with_what_all_of_them_did(tmp_path):

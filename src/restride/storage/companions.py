@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -111,7 +110,7 @@ def last_team(records: Sequence[Record]) -> tuple[int, Team] | None:
 
 def new_word() -> str:
     """A word that nobody used before."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def file_of(folder: Path, kind: str, number: int) -> Path:
