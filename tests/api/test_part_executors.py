@@ -55,27 +55,38 @@ def reference(tmp_path):
 
 
 class Now:
-    """Runs each call when it is submitted, but those of some parts not at all."""
+    """Runs each call when it is submitted, but those of some parts not at all.
+
+    These end when all calls before them have.
+    """
 
     def __init__(self, lost=(), error=None):
         self.lost = lost
         self.error = error
-        self.numbers = []
+        self.threads = []
 
     def submit(self, function, *arguments):
         future = Future()
-        number = getattr(arguments[0], "number", 0) if arguments else 0
-        self.numbers.append(number)
-        if number in self.lost:
-            future.set_exception(self.error) if self.error else future.set_result(None)
-            return future
         future.set_running_or_notify_cancel()
-        thread = threading.Thread(target=self.run, args=(future, function, arguments))
-        thread.start()
+        number = getattr(arguments[0], "number", 0) if arguments else 0
+        target = self.lose if number in self.lost else self.run
+        before = tuple(self.threads)
+        self.threads.append(
+            threading.Thread(target=target, args=(future, before, function, arguments))
+        )
+        self.threads[-1].start()
         return future
 
+    def lose(self, future, before, *_):
+        for thread in before:
+            thread.join()
+        if self.error:
+            future.set_exception(self.error)
+        else:
+            future.set_result(None)
+
     @staticmethod
-    def run(future, function, arguments):
+    def run(future, _, function, arguments):
         try:
             future.set_result(function(*arguments))
         except BaseException as error:  # noqa: BLE001 - it is the business of the future
