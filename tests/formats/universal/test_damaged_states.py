@@ -136,3 +136,13 @@ def test_moments_of_a_parameter_that_nobody_trains_are_told_of(folder, tmp_path)
     assert "zero/b has exp_avg, exp_avg_sq, by the model files nobody trains" in finding.message
     with pytest.raises(CorruptError, match="nobody trains"):
         api.convert(folder, tmp_path / "out", states="all")
+
+
+@pytest.mark.parametrize("state", [False, {}, {"state": {}, "param_groups": []}])
+def test_a_model_file_with_the_state_of_an_optimizer_is_of_no_universal_folder(folder, state):
+    """What was written of it could not be read again."""
+    model = folder / "step_universal" / "mp_rank_00_model_states.pt"
+    edit_file(model, lambda root: root.update(optimizer=state))
+
+    with pytest.raises(CorruptError, match=r"_states\.pt: has the optimizer's state"):
+        read_catalog(folder)

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import FileEntry, Finding
-from restride.errors import UnsupportedError
+from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_files import ExpertFiles
 from restride.formats.deepspeed._expert_ranks import ExpertRanks
 from restride.formats.deepspeed._experts import read_experts
@@ -109,6 +109,13 @@ def read_model_files(folder: Path, below: str, opened: TorchFiles) -> ModelFiles
         return None
     run = open_run(folder, opened, has_weights=False)
     first = run.models[0]
+    for model in run.models:
+        if model.optimizer is not None:
+            raise CorruptError(
+                "has the optimizer's state in it, which a universal folder has in files of its own",
+                where=f"{below}{model.name}",
+                remedy="convert the checkpoint that it is of",
+            )
     experts = read_experts(first.root.get("ds_autoep_layers") or first.root.get("autoep_layers"))
     expert_files = ExpertFiles(run, experts)
     findings: list[Finding] = []
