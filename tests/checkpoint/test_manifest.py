@@ -42,6 +42,12 @@ def test_a_manifest_is_read_as_it_was_written():
     assert f'"{DIGEST:032x}"'.encode() in content
 
 
+def test_it_is_json_with_one_member_a_line():
+    content = manifest_to_json(MANIFEST)
+
+    assert content == json.dumps(json.loads(content), indent=1).encode() + b"\n"
+
+
 def test_files_that_differ_in_a_block_have_different_digests():
     file = MANIFEST.files["model.safetensors"]
     other = ManifestFile(13, (file.parts[0], ManifestPart(3, 10, (1, 2, 3), "wte", "weight")))

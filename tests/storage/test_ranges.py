@@ -6,8 +6,11 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from restride.errors import CorruptError, ExecutionError, FormatError
 from restride.storage.ranges import FilePool, RangeFile, read_exact
@@ -38,6 +41,38 @@ def test_a_buffer_of_any_element_size_is_filled(digits: Path) -> None:
     read_exact(digits, 1, words)
 
     assert words.tobytes() == b"12345678"
+
+
+@given(st.lists(st.tuples(st.integers(0, 30_000), st.integers(0, 9_000)), max_size=12))
+def test_parts_of_a_file_are_its_bytes_in_any_order(places: list[tuple[int, int]]) -> None:
+    content = bytes(number * 7 % 251 for number in range(30_000))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(content)
+        with RangeFile(path) as file:
+            for start, nbytes in places:
+                part = min(nbytes, len(content) - start)
+                assert file.read(start, part) == content[start : start + part]
+
+
+def test_the_parts_of_a_header_are_one_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(200)) * 10)
+    reads: list[int] = []
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: tuple[memoryview], at: int) -> int:
+        reads.append(at)
+        return preadv(descriptor, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    with RangeFile(path) as file:
+        parts = [file.read(start, 40) for start in range(0, 2000, 40)]
+
+    assert b"".join(parts) == path.read_bytes()
+    assert reads == [0]
 
 
 def test_a_read_past_the_end_names_the_file_and_the_numbers(digits: Path) -> None:

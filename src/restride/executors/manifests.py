@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +26,7 @@ from restride.planning.conversion import whole_layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from restride.algebra.layout import Layout
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.fingerprints import Fingerprints
     from restride.checkpoint.output import Output
@@ -55,11 +57,11 @@ def describe_files(output: Output, blocks: BlockTable, version: str, job: str) -
     while total > block_nbytes * _MOST_BLOCKS:
         block_nbytes *= 2
     parts: list[list[ManifestPart]] = [[] for _ in output.files]
-    digester = Digester()
+    digests = cache(partial(_digests, digester=Digester(), block_nbytes=block_nbytes))
     for file, found in zip(output.files, parts, strict=True):
         for start, literal in file.literals:
-            if literal:
-                found.append(_fixed(start, literal, digester, block_nbytes))
+            if literal:  # many files have the same
+                found.append(ManifestPart(start, len(literal), digests(literal)))
     for number, region in enumerate(blocks.regions):
         if region.nbytes:
             parts[region.target_file].append(
@@ -87,10 +89,11 @@ def fingerprints_of(catalog: Catalog, files: Mapping[str, ManifestFile]) -> Fing
     """
     parts = {(name, part.start_nbytes): part for name, file in files.items() for part in file.parts}
     found: dict[str, dict[str, str]] = {}
+    is_whole = cache(_is_whole)  # layers have the same layouts
     for tensor in catalog.tensors:
         for state, entry in tensor.states.items():
             shape, region = entry.layout.full_shape, entry.regions[0]
-            if region is None or entry.layout.pieces(0) != whole_layout(shape).pieces(0):
+            if region is None or not is_whole(entry.layout):
                 continue
             part = parts.get((catalog.files[region.file].name, region.start_nbytes))
             nbytes = entry.layout.full_numel * entry.dtype.itemsize_nbytes
@@ -100,13 +103,17 @@ def fingerprints_of(catalog: Catalog, files: Mapping[str, ManifestFile]) -> Fing
     return found
 
 
-def _fixed(start: int, literal: bytes, digester: Digester, block_nbytes: int) -> ManifestPart:
+def _is_whole(layout: Layout) -> bool:
+    """Whether the first rank holds all of a tensor, in its order."""
+    return layout.pieces(0) == whole_layout(layout.full_shape).pieces(0)
+
+
+def _digests(literal: bytes, digester: Digester, block_nbytes: int) -> tuple[int, ...]:
     content = np.frombuffer(literal, np.uint8)
-    digests = tuple(
+    return tuple(
         digester.digest(content[low : low + block_nbytes], low)
         for low in range(0, len(literal), block_nbytes)
     )
-    return ManifestPart(start, len(literal), digests)
 
 
 def _joined(digests: Sequence[int], count: int) -> tuple[int, ...]:

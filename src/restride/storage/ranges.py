@@ -23,6 +23,8 @@ __all__ = ["FilePool", "RangeFile", "read_exact"]
 
 # Well below the 256 descriptors that macOS gives a process by default.
 _DEFAULT_MAX_OPEN: Final = 64
+_PAGE_NBYTES: Final = 4096
+_MOST_PAGES: Final = 4
 
 
 class RangeFile:
@@ -48,6 +50,7 @@ class RangeFile:
             self._descriptor = os.open(self.path, mode | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise ExecutionError(f"cannot be opened ({error.strerror})", where=self.path) from error
+        self._pages: dict[int, bytes] = {}
         status = os.fstat(self._descriptor)
         self.nbytes = status.st_size
         if not stat.S_ISREG(status.st_mode):
@@ -96,7 +99,10 @@ class RangeFile:
             left, at = left[count:], at + count
 
     def read(self, start_nbytes: int, nbytes: int) -> bytes:
-        """Return `nbytes` bytes of the file from `start_nbytes`.
+        """Return `nbytes` bytes of the file from `start_nbytes`, for headers and the like.
+
+        What stands beside them is kept for a while: a header is read in many parts, a few bytes
+        each.
 
         Raises:
             CorruptError: The file is shorter. Nothing is allocated before that is known.
@@ -108,6 +114,19 @@ class RangeFile:
                 f"the file has {self.nbytes} bytes",
                 where=self.path,
             )
+        number, base = divmod(start_nbytes, _PAGE_NBYTES)
+        if base + nbytes > _PAGE_NBYTES:
+            return self._read(start_nbytes, nbytes)
+        page = self._pages.get(number)
+        if page is None:
+            if len(self._pages) >= _MOST_PAGES:
+                self._pages.clear()
+            page_start = number * _PAGE_NBYTES
+            page = self._read(page_start, min(_PAGE_NBYTES, self.nbytes - page_start))
+            self._pages[number] = page
+        return page[base : base + nbytes]
+
+    def _read(self, start_nbytes: int, nbytes: int) -> bytes:
         buffer = bytearray(nbytes)
         self.read_exact(start_nbytes, buffer)
         return bytes(buffer)

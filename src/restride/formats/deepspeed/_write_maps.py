@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from functools import cache
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.errors import RestrideError
 from restride.formats.deepspeed._placement import REPLICATED, ROW_PARALLEL, VOCABULARY
@@ -35,6 +36,8 @@ _MATRIX: Final = 2
 # Rebuilding and extracting has no bound; the peer's planner, which has one, is not in its way.
 _MOST_BOXES: Final = 1 << 18
 
+_Widths: TypeAlias = tuple[tuple[int, ...], ...]
+
 
 def universal_info(
     parameters: Mapping[str, Layout], described: Mapping[str, Value]
@@ -48,7 +51,11 @@ def universal_info(
     Raises:
         UnsupportedError: A layout has no words in DeepSpeed's format.
     """
-    cuts = {f"^{re.escape(name)}$": _Cut.of(name, cut) for name, cut in parameters.items()}
+    look = cache(_look_at)  # layers are cut alike
+    cuts = {
+        f"^{re.escape(name)}$": _Cut(name, layout, *look(layout))
+        for name, layout in parameters.items()
+    }
     vocabulary = described.get(_VOCABULARY_SIZE)
     if vocabulary is None:
         sizes = (cut.layout.full_shape[0] for cut in cuts.values() if cut.is_vocabulary)
@@ -93,13 +100,7 @@ class _Cut:
     name: str
     layout: Layout
     dim: int | None
-    sub_params: tuple[tuple[int, ...], ...] | None
-
-    @classmethod
-    def of(cls, name: str, layout: Layout) -> _Cut:
-        """Look at a layout."""
-        dim = _cut_dim(layout)
-        return cls(name, layout, dim, None if dim is None else _sub_params(layout))
+    sub_params: _Widths | None
 
     @property
     def is_by_column(self) -> bool:
@@ -141,6 +142,12 @@ def _maps(cuts: Mapping[str, _Cut], vocabulary: Value) -> dict[Value, Value]:
     return maps
 
 
+def _look_at(layout: Layout) -> tuple[int | None, _Widths | None]:
+    """The dimension along which a layout cuts, and the widths of the parts that it cuts each."""
+    dim = _cut_dim(layout)
+    return dim, None if dim is None else _sub_params(layout)
+
+
 def _cut_dim(layout: Layout) -> int | None:
     """Dimension along which the shards are smaller than the tensor, or None where none is."""
     for _, shard in layout.shard_shapes:
@@ -150,7 +157,7 @@ def _cut_dim(layout: Layout) -> int | None:
     return None
 
 
-def _sub_params(layout: Layout) -> tuple[tuple[int, ...], ...] | None:
+def _sub_params(layout: Layout) -> _Widths | None:
     """Widths of each part on each rank, where a parameter is made of parts that are each cut."""
     cut = read_row_cut(layout, find_mesh_axis(layout.mesh, None))
     segments = read_segments(cut) if cut is not None else None

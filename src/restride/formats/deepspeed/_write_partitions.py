@@ -109,6 +109,7 @@ class _FlatGroupWriter:
         self._number = number
         self._group = group
         self._known: dict[tuple[int, ...], FlatGroup] = {}
+        self._chained: dict[tuple[Layout, tuple[Layout, ...]], Layout] = {}  # layers are cut alike
         self._names = states_of(writing, number, group)
         itemsize = writing.weights[group.names[0]].dtype.itemsize_nbytes if group.names else 1
         is_aligned = writing.is_lean
@@ -197,8 +198,12 @@ class _FlatGroupWriter:
     def _announce(self, name: str) -> dict[str, OutputArray]:
         """Announce all states of a parameter, over the ranks ``dp, tp``."""
         writing = self._writing
-        inner = {cutter: self._cut(name, cutter) for cutter in range(self.spread.cutters)}
-        layout = self.spread.chain(writing.layouts[name], inner, writing.target)
+        whole = writing.layouts[name]
+        inner = tuple(self._cut(name, cutter) for cutter in range(self.spread.cutters))
+        layout = self._chained.get((whole, inner))
+        if layout is None:
+            layout = self.spread.chain(whole, dict(enumerate(inner)), writing.target)
+            self._chained[whole, inner] = layout
         tensor = writing.tensors[name]
         return {state: writing.state(tensor, state, layout) for state in self._names}
 
