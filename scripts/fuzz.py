@@ -320,11 +320,11 @@ class Result:
 
 def fuzz(options: _Options) -> int:
     """Run every target for its share of the time, and write the log."""
-    options.out.mkdir(parents=True, exist_ok=True)
     names = options.targets.split(",")
     unknown = [name for name in names if name not in _TARGETS]
     if unknown:
         sys.exit(f"no targets: {', '.join(unknown)}; there are {', '.join(_TARGETS)}")
+    options.out.mkdir(parents=True, exist_ok=True)
     log = _Log(options.out / "log.txt")
     log.write(f"seed {options.seed}, {options.seconds:g} s, {', '.join(names)}")
     ends = time.monotonic() + options.seconds

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from random import Random
 
-__all__ = ["checkpoint_seeds", "deepspeed", "resume", "universal"]
+__all__ = ["Base", "bases_of", "checkpoint_seeds", "deepspeed", "resume", "scratch", "universal"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _STATES = ("weight", "fp32", "exp_avg", "exp_avg_sq")
@@ -53,7 +53,7 @@ def scratch() -> Path:
 
 
 @dataclass(frozen=True)
-class _Base:
+class Base:
     """A right checkpoint, whose files are decoded when they are first changed."""
 
     root: Path
@@ -61,7 +61,7 @@ class _Base:
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, root: Path) -> _Base:
+    def of(cls, root: Path) -> Base:
         files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
         return cls(root, tuple(name for name in files if "reference" not in name))
 
@@ -107,7 +107,7 @@ def _written() -> Iterator[tuple[str, Callable[[Path], None]]]:
 
 
 @lru_cache
-def _deepspeed_bases() -> tuple[_Base, ...]:
+def _deepspeed_bases() -> tuple[Base, ...]:
     bases = [SAMPLE]
     for name, write in _written():
         folder = scratch() / "bases" / name
@@ -115,19 +115,24 @@ def _deepspeed_bases() -> tuple[_Base, ...]:
         api.open(folder)
         bases.append(folder)
     recorded = sorted((_ROOT / "tests/data").glob("deepspeed*/*"))
-    return tuple(map(_Base.of, [*bases, *recorded]))
+    return tuple(map(Base.of, [*bases, *recorded]))
+
+
+def bases_of(kind: str) -> tuple[Base, ...]:
+    """The small right checkpoints, and the universal folders that are made of them."""
+    return _deepspeed_bases() if kind == "deepspeed" else _universal_bases()
 
 
 @lru_cache
-def _real_bases() -> tuple[_Base, ...]:
+def _real_bases() -> tuple[Base, ...]:
     """The larger ones that may be laid out beside the repository."""
     shared = os.environ.get("RESTRIDE_SHARED", _ROOT.parent / "shared")
-    return tuple(_Base.of(p) for p in sorted(Path(shared, "checkpoints").glob("*")) if p.is_dir())
+    return tuple(Base.of(p) for p in sorted(Path(shared, "checkpoints").glob("*")) if p.is_dir())
 
 
 @lru_cache
-def _universal_bases() -> tuple[_Base, ...]:
-    bases: list[_Base] = []
+def _universal_bases() -> tuple[Base, ...]:
+    bases: list[Base] = []
     for base in _deepspeed_bases():
         for stage in (1, 3):
             out = scratch() / "bases" / f"universal{len(bases)}"
@@ -137,7 +142,7 @@ def _universal_bases() -> tuple[_Base, ...]:
                 continue
             if stage == 1:
                 (out / MANIFEST_NAME).unlink()  # it tells of every lie
-            bases.append(_Base.of(out))
+            bases.append(Base.of(out))
     assert len(bases) > 10
     return tuple(bases)
 
@@ -160,7 +165,7 @@ def universal(content: bytes) -> str:
     return _lying(random, random.choice(_universal_bases()))
 
 
-def _lying(random: Random, base: _Base) -> str:
+def _lying(random: Random, base: Base) -> str:
     place = Path(tempfile.mkdtemp(dir=scratch()))
     try:
         if not _write_lies(random, base, place / "in"):
@@ -170,7 +175,7 @@ def _lying(random: Random, base: _Base) -> str:
         shutil.rmtree(place)
 
 
-def _write_lies(random: Random, base: _Base, folder: Path) -> bool:
+def _write_lies(random: Random, base: Base, folder: Path) -> bool:
     """Write the checkpoint anew: links to what is right, files of their own for what is not."""
     lies: dict[str, Any] = {}
     for _ in range(random.choice(_CHANGES)):
@@ -194,7 +199,7 @@ def _write_lies(random: Random, base: _Base, folder: Path) -> bool:
     return True
 
 
-def _hurt_files(random: Random, base: _Base, folder: Path) -> None:
+def _hurt_files(random: Random, base: Base, folder: Path) -> None:
     """Lose a file, cut it, give it another name or the content of another one."""
     one, two = random.choice(base.files), random.choice(base.files)
     path = folder / one

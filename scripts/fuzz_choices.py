@@ -14,7 +14,7 @@ from typing import Any
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import Constructed, GlobalName, OrderedDictValue, StoredTensor
 
-__all__ = ["ByteRandom", "changed", "changed_bytes"]
+__all__ = ["ByteRandom", "changed", "changed_bytes", "parts_of"]
 
 _NUMBERS = (
     *(0, 1, -1, 2, 3, 7, 64, 255, 1 << 16, (1 << 31) - 1, 1 << 31, 1 << 32, (1 << 53) + 1),
@@ -68,7 +68,7 @@ def changed_bytes(random: Random, content: bytes) -> bytes:
 
 
 def _changed(random: Random, value: Any, root: Any, *, is_json: bool) -> Any:
-    parts = _parts(value)
+    parts = parts_of(value)
     if parts and random.randrange(8):
         place = random.randrange(len(parts))
         return _with_part(value, place, _changed(random, parts[place], root, is_json=is_json))
@@ -80,7 +80,8 @@ def _changed(random: Random, value: Any, root: Any, *, is_json: bool) -> Any:
     return _near(random, value, root, is_json=is_json)
 
 
-def _parts(value: Any) -> list[Any]:
+def parts_of(value: Any) -> list[Any]:
+    """What a value is made of, for those whose parts can be changed one by one."""
     match value:
         case dict():
             return list(value.values())
@@ -120,7 +121,7 @@ def _dict_like(value: dict[Any, Any], pairs: list[tuple[Any, Any]]) -> dict[Any,
 
 def _some_part(random: Random, root: Any) -> Any:
     value = root
-    while (parts := _parts(value)) and random.randrange(5):
+    while (parts := parts_of(value)) and random.randrange(5):
         value = random.choice(parts)
     return value
 

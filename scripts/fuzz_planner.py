@@ -24,13 +24,13 @@ from restride.algebra.piece import Axis, Piece
 from restride.algebra.serial import layout_from_json, layout_to_json
 from restride.algebra.signature import same_layout, signature
 from restride.arrays import extract, move, rebuild
-from restride.checkpoint.catalog import StateEntry
+from restride.checkpoint.catalog import FileEntry, Region, StateEntry
 from restride.checkpoint.dtypes import DTYPES
-from restride.errors import BudgetError, FormatError, LayoutError
+from restride.errors import BudgetError, CoverageError, FormatError, LayoutError
 from restride.executors.events import NullObserver
 from restride.executors.serial import SerialExecutor
 from restride.executors.streaming import StreamingExecutor
-from restride.planning.conversion import plan_conversion
+from restride.planning.conversion import Job, plan_conversion, whole_layout
 from restride.planning.transfers import plan_transfer
 from restride.testing.arrays import extract_by_walking, random_elements, somewhere_in_memory
 from restride.testing.moving import MemoryFiles, expected_shards, job_between, store
@@ -105,7 +105,24 @@ def layouts(content: bytes) -> str:
     assert moved == compose_by_walking(target, source)
     if isinstance(verdict, Covered):
         _require_folds(target, relation)
+    if isinstance(verdict, Hole):
+        _require_no_plan(target)
     return type(verdict).__name__
+
+
+def _require_no_plan(layout: Layout) -> None:
+    """What is not there cannot be read: nothing is planned of it."""
+    dtype, ranks = DTYPES["uint8"], range(layout.rank_count)
+    files = [FileEntry(f"{rank}", layout.shard_numel(rank)) for rank in ranks]
+    entry = StateEntry(dtype, layout, tuple(Region(rank, 0) for rank in ranks))
+    whole = whole_layout(layout.full_shape)
+    job = Job("wte", "weight", entry, whole, (Region(0, 0),), dtype, "first")
+    try:
+        plan_conversion(files, [job], budget_nbytes=1 << 20, workers=1)
+    except CoverageError as error:
+        str(error)
+    else:
+        raise AssertionError("a tensor with a hole is planned")
 
 
 def _frame(layout: Layout) -> tuple[object, ...]:
