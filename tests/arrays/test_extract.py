@@ -231,3 +231,20 @@ def test_numpy_arrays_do_not_need_torch(monkeypatch):
     assert extract(ROWS, np.arange(12).reshape(4, 3), 0).tolist() == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(UnsupportedError, match="neither a NumPy array nor a PyTorch tensor"):
         extract(ROWS, "weight", 0)
+
+
+def test_runs_as_long_as_any_memcpy_likes_are_not_given_to_the_kernel(monkeypatch):
+    rows = Layout.of(
+        {"tp": 2},
+        (4, 1 << 16),
+        [(2, 1 << 16)] * 2,
+        [Piece((Axis(2, 1 << 17, 1, 0), Axis(1 << 17, 1, 0, 1)))],
+    )
+    full = np.arange(1 << 18, dtype=np.uint16).reshape(4, 1 << 16)
+    asked = []
+    monkeypatch.setattr("restride.arrays._numpy.copy_at", lambda *given: asked.append(given))
+
+    assert np.array_equal(extract(rows, full, 1), full[2:])
+    assert not asked
+    assert np.array_equal(extract(rows, full.astype(np.uint8), 1), full[2:].astype(np.uint8))
+    assert asked

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from restride.arrays._words import WORDS, word_nbytes
+from restride.arrays._words import WORDS, is_long_run, word_nbytes
 from restride.arrays.casts import NamedDType, to_comparable
 from restride.arrays.strided import copy_at
 from restride.errors import LayoutError, UnsupportedError
@@ -103,15 +103,20 @@ class NumpyFramework:
 
         NumPy is slow on very short runs.
         """
-        loops = tuple(zip(target.shape, source.strides, target.strides, strict=True))
+        strides = (target.strides, source.strides)
         addresses = (source.__array_interface__["data"][0], target.__array_interface__["data"][0])
-        is_same_type = target.dtype == source.dtype and target.flags.writeable
-        if is_same_type and copy_at(*addresses, loops, target.itemsize):
-            return
+        if (
+            target.dtype == source.dtype
+            and target.flags.writeable
+            and not is_long_run(target.itemsize, target.shape, strides)
+        ):
+            loops = tuple(zip(target.shape, source.strides, target.strides, strict=True))
+            if copy_at(*addresses, loops, target.itemsize):
+                return
         width = word_nbytes(
             target.itemsize,
             target.shape,
-            (target.strides, source.strides),
+            strides,
             addresses,
         )
         if width > target.itemsize:

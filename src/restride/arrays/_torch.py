@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from restride.arrays._numpy import require_inside
-from restride.arrays._words import WORDS, word_nbytes
+from restride.arrays._words import WORDS, is_long_run, word_nbytes
 from restride.arrays.strided import copy_at
 from restride.errors import UnsupportedError
 
@@ -96,9 +96,14 @@ class TorchFramework:
         PyTorch too is slow on very short runs.
         """
         itemsize = target.itemsize
-        if self._is_plain(target) and self._is_plain(source) and target.dtype == source.dtype:
-            strides = (_strides_nbytes(source), _strides_nbytes(target))
-            loops = tuple(zip(target.shape, *strides, strict=True))
+        strides = (_strides_nbytes(target), _strides_nbytes(source))
+        if (
+            self._is_plain(target)
+            and self._is_plain(source)
+            and target.dtype == source.dtype
+            and not is_long_run(itemsize, target.shape, strides)
+        ):
+            loops = tuple(zip(target.shape, strides[1], strides[0], strict=True))
             if copy_at(source.data_ptr(), target.data_ptr(), loops, itemsize):
                 # Autograd notices writes by counting them, and has not seen this one.
                 target[:0].zero_()
@@ -106,7 +111,7 @@ class TorchFramework:
         width = word_nbytes(
             itemsize,
             target.shape,
-            (_strides_nbytes(target), _strides_nbytes(source)),
+            strides,
             (target.data_ptr(), source.data_ptr()),
         )
         # A view of another width starts at a whole number of its elements in the storage.

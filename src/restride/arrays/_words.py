@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["WORDS", "word_nbytes"]
+__all__ = ["WORDS", "is_long_run", "word_nbytes"]
 
 WORDS: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 """A dtype of each width that both frameworks have and copy as bits."""
@@ -22,6 +22,7 @@ _WIDEST_NBYTES: Final = 16
 _WIDEST_ALIGNMENT_NBYTES: Final = 8
 # Above this, a run is a memcpy, whatever the words.
 _LONGEST_RUN_NBYTES: Final = 128
+_LONG_RUN_NBYTES: Final = 256 << 10
 
 
 def word_nbytes(
@@ -54,3 +55,20 @@ def word_nbytes(
     aligned = gcd(_WIDEST_ALIGNMENT_NBYTES, *addresses)
     # Two words of 8 bytes are as good as one of 16 at any address that 8 bytes may have.
     return width if aligned == _WIDEST_ALIGNMENT_NBYTES else gcd(width, aligned)
+
+
+def is_long_run(
+    itemsize: int, extents: Sequence[int], strides: tuple[Sequence[int], Sequence[int]]
+) -> bool:
+    """Whether the innermost loop of both views is one run, which any memcpy copies as fast.
+
+    Args:
+        itemsize: Bytes of an element.
+        extents: Shape of the views.
+        strides: Strides of both views, in bytes.
+    """
+    return (
+        bool(extents)
+        and extents[-1] * itemsize >= _LONG_RUN_NBYTES
+        and all(side[-1] == itemsize for side in strides)
+    )
