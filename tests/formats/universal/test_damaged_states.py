@@ -96,6 +96,20 @@ def test_a_state_of_another_dtype_than_in_the_rest_of_its_group_is_told_of(folde
 
 
 @pytest.mark.parametrize(
+    ("step", "told"),
+    [(Array("float16", (), b"\0\0"), "float16"), (7, "a plain number")],
+)
+def test_a_step_of_another_type_than_in_the_rest_of_its_group_is_told_of(folder, step, told):
+    """The first bytes of 2.0 in fp32 are 0.0 in fp16."""
+    edit_file(state_file(folder, "b/step"), lambda _: step)
+
+    (finding,) = found(folder, "state-dtype")
+    assert finding.message.endswith(
+        f"b/step.pt is {told}, that of 'a' of the same group is float32"
+    )
+
+
+@pytest.mark.parametrize(
     ("step", "words"),
     [
         (float("nan"), "the number of a step is expected, found nan"),

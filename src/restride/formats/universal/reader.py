@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from restride.algebra.layout import Layout, Shape
     from restride.checkpoint.catalog import Severity
-    from restride.checkpoint.dtypes import DType
     from restride.formats.deepspeed.model_files import ModelFiles
     from restride.formats.universal._optimizer_state import OptimizerState
 
@@ -167,7 +166,7 @@ class _Reader:
         self.findings: list[Finding] = list(models.findings if models else ())
         self._described = _described(models)
         self._files: dict[str, set[str]] = {}  # states that have a file, by parameter
-        self._dtypes: dict[str, dict[str, DType]] = {}
+        self._dtypes: dict[str, dict[str, str]] = {}
         self.optimizer = self._read_optimizer()
         self._group_states = dict(self._of_groups())
 
@@ -218,7 +217,7 @@ class _Reader:
 
     def _tell_of_other_dtypes(self, names: Iterable[str]) -> None:
         """Tell of states that have another dtype than in the rest of their group."""
-        first: dict[str, tuple[str, DType]] = {}
+        first: dict[str, tuple[str, str]] = {}
         for name in names:
             for state, dtype in self._dtypes.pop(name, {}).items():
                 other, expected = first.setdefault(state, (name, dtype))
@@ -291,7 +290,9 @@ class _Reader:
                     where=place,
                 )
         found = self._group_states.get(name, {}) | scalars
-        self._dtypes[name] = {state: entry.dtype for state, entry in states.items()}
+        self._dtypes[name] = {state: str(entry.dtype) for state, entry in states.items()}
+        if has_step:
+            self._dtypes[name][_STEP] = str(scalars[_STEP].dtype) if scalars else "a plain number"
         self._files[name] = {*states, *([_STEP] if has_step else [])}
         if known is None:
             return TensorEntry(name, "parameter", states[first].layout, states | found)
