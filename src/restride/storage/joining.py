@@ -37,7 +37,7 @@ LOCK_SECONDS: Final = 10.0
 # A process 0 that ends takes the folder with it, and one that is started again comes soon.
 _GONE_SECONDS: Final = 5.0
 _FIRST_SECONDS: Final = 0.02
-_MOST_SECONDS: Final = 0.5
+_MOST_SECONDS: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
