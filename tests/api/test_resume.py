@@ -109,6 +109,20 @@ def test_a_leftover_is_reported_and_never_clobbered(tmp_path):
     }
 
 
+@pytest.mark.parametrize("options", [{"to": "universal"}, {"to": "deepspeed", "tp": 1, "dp": 3}])
+def test_what_nobody_writes_is_zero_whatever_a_file_had_there_before(tmp_path, options):
+    """After a loss of power there may be anything; the digests are those of the arrays alone."""
+    api.convert(SAMPLE, tmp_path / "whole", **options)
+    out = tmp_path / "out"
+    stopped(SAMPLE, out, 6, **options)
+    for path in (partial_folder(out) / "files").rglob("*.pt"):
+        path.write_bytes(b"\xff" * path.stat().st_size)
+
+    api.convert(SAMPLE, out, resume=True, **SMALL, **options)
+
+    assert tree(out) == tree(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "step/x.pt"])
 def test_a_file_of_somebody_else_among_those_of_the_output_is_not_published(tmp_path, name):
     out = tmp_path / "out"

@@ -117,16 +117,8 @@ class Output:
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise PlanError("two files of one output have this name", where=twice)
-        parts: list[list[tuple[int, int, str]]] = [[] for _ in self.files]
-        for file, content in zip(self.files, parts, strict=True):
-            content.extend(
-                (start, start + len(literal), "a fixed part") for start, literal in file.literals
-            )
-        for tensor in self.tensors:
-            for number, start, stop in self._shards(tensor):
-                parts[number].append((start, stop, f"tensor {tensor.name!r}"))
-        for file, content in zip(self.files, parts, strict=True):
-            _require_apart(file, sorted(content))
+        for file, parts in zip(self.files, self._parts(), strict=True):
+            _require_apart(file, parts)
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +148,28 @@ class Output:
                 for tensor in output.tensors
             )
         return cls(tuple(files), tuple(tensors))
+
+    def gaps(self) -> Iterator[tuple[OutputFile, int, int]]:
+        """Yield (file, first byte, end) of what is in no part: a new file has zeros there."""
+        for file, parts in zip(self.files, self._parts(), strict=True):
+            end = 0
+            for start, stop, _ in (*parts, (file.nbytes, file.nbytes, "")):
+                if start > end:
+                    yield file, end, start
+                end = stop
+
+    def _parts(self) -> list[list[tuple[int, int, str]]]:
+        """(first byte, end, what) of the fixed parts and shards of each file, in order."""
+        parts: list[list[tuple[int, int, str]]] = [
+            [(start, start + len(literal), "a fixed part") for start, literal in file.literals]
+            for file in self.files
+        ]
+        for tensor in self.tensors:
+            for number, start, stop in self._shards(tensor):
+                parts[number].append((start, stop, f"tensor {tensor.name!r}"))
+        for content in parts:
+            content.sort()
+        return parts
 
     def _shards(self, tensor: OutputTensor) -> Iterator[tuple[int, int, int]]:
         """(file, first byte, end) of each shard of a tensor that has bytes."""

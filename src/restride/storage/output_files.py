@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["OutputFiles", "sync_path", "translated"]
 
 _MOST_NAMED: Final = 3
+_ZEROS_NBYTES: Final = 1 << 20
 # What file systems answer that cannot reserve space ahead.
 _CANNOT_RESERVE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
@@ -60,7 +61,7 @@ class OutputFiles:
 
         Args:
             output: What is to be written.
-            resume: Keep what is in files that are there.
+            resume: Keep what is in the shards of files that are there.
 
         Raises:
             ExistsError: A file was there before.
@@ -70,6 +71,11 @@ class OutputFiles:
             self.preallocate(file.name, file.nbytes, resume=resume)
             for start, literal in file.literals:
                 self.write_exact(file.name, start, literal)
+        # Nothing tells whether these are as a new file has them, as the digests of blocks do.
+        for file, start, stop in output.gaps() if resume else ():
+            for first in range(start, stop, _ZEROS_NBYTES):
+                zeros = bytes(min(_ZEROS_NBYTES, stop - first))
+                self.write_exact(file.name, first, zeros)
 
     def adopt(self, output: Output) -> None:
         """Take the files of an output that another process made, to write into them.
