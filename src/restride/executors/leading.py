@@ -37,6 +37,7 @@ WAIT_SECONDS: Final = 120.0
 _FIRST_SECONDS: Final = 0.02
 _MOST_SECONDS: Final = 0.25
 _SECONDS_TO_STOP: Final = 15.0
+_SECONDS_TO_COME: Final = 2.0
 _SECONDS_PER_MEMBER: Final = 0.01
 
 
@@ -185,8 +186,17 @@ class Host:
             task.cancel()
         with suppress(OSError, ExecutionError):
             companions.put_record(self._place.folder / STOP, {})
-        deadline = time.monotonic() + _SECONDS_TO_STOP
-        while time.monotonic() < deadline and not self._are_idle():
+        with self._changed:
+            for member in self._members:
+                member.is_turned_away = True
+        begun = time.monotonic()
+        while time.monotonic() < begun + _SECONDS_TO_STOP and not self._are_idle():
+            time.sleep(_FIRST_SECONDS)
+        # Those that are just about to come would wait for a long time.
+        while time.monotonic() < begun + _SECONDS_TO_COME and not self._tasks:
+            with self._changed:
+                if all(member.has_joined for member in self._members):
+                    return
             time.sleep(_FIRST_SECONDS)
 
     def _are_idle(self) -> bool:

@@ -95,6 +95,7 @@ class Member:
         is_missing: Whether it is not there, as far as that can be told.
         missing_since: Since when, by the clock of this process.
         failure: What it says of its end, if it said something.
+        is_turned_away: Whether the next answer is that process 0 has ended.
     """
 
     def __init__(self, folder: Path, team: Team, number: int, ledger: Ledger) -> None:
@@ -107,6 +108,7 @@ class Member:
         self.is_missing = True
         self.missing_since = time.monotonic()
         self.failure: Record | None = None
+        self.is_turned_away = False
         self.journal_path = companions.file_of(folder, JOURNAL, number)
         self._ledger = ledger
         self._folder = folder
@@ -171,7 +173,8 @@ class Member:
         silent = self._sign.silent_seconds()
         self._was_held = self._was_held or held is True
         # A lock that was seen to be held is one that works between the two machines.
-        is_gone = not held and ((held is False and self._was_held) or silent > _SILENT_SECONDS)
+        is_free = held is False and self._was_held
+        is_gone = not held and (is_free or self.failure is not None or silent > _SILENT_SECONDS)
         self.is_missing = not self.has_joined or (not held and (is_gone or self._has_finished))
         if self.is_missing and not was_missing:
             self._read()  # what it noted at last
@@ -232,6 +235,10 @@ class Member:
             return ""
         hello, word = said[0], said[0].get("word")
         welcome = companions.file_of(self._folder, WELCOME, self.number)
+        if self.is_turned_away:
+            companions.put_record(welcome, {"word": word, "ended": True})
+            self._word, self.has_joined = word, True
+            return ""
         if (hello.get("job"), hello.get("count")) != (job, team.count):
             companions.put_record(welcome, {"word": word, "count": team.count})
             self._word = word

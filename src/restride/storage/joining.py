@@ -248,7 +248,10 @@ class _Asking:
 
     def _leave(self) -> None:
         """Take back what was said; the folder goes as well if nobody else uses it."""
-        for kind in (HELLO, WELCOME):
+        kinds = [HELLO, WELCOME]
+        if not any(os.path.lexists(self._folder / name) for name in (LOCK, JOURNAL)):
+            kinds += [LOCK, JOURNAL]  # made while process 0 removed the folder
+        for kind in kinds:
             with suppress(OSError):
                 companions.file_of(self._folder, kind, self._number).unlink()
         with suppress(OSError):
@@ -258,6 +261,8 @@ class _Asking:
         run = answer.get("run")
         if isinstance(run, str):
             return run
+        if answer.get("ended"):
+            raise ExecutionError("process 0 has ended with an error", where=str(self._target))
         records: Sequence[Record] = read_journal(self._folder / JOURNAL)
         difference = purpose.differs(records[0]) if records else ""
         if not difference:
