@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from restride.algebra.layout import Layout, Padding
 from restride.algebra.piece import Axis, Piece
 from restride.arrays import extract
+from restride.arrays._numpy import coordinates_of
 from restride.errors import CoverageError, LayoutError, ShapeMismatchError, UnsupportedError
 from restride.testing.arrays import extract_by_walking, random_elements, somewhere_in_memory
 from restride.testing.partitions import PARTITIONS
@@ -248,3 +249,20 @@ def test_runs_as_long_as_any_memcpy_likes_are_not_given_to_the_kernel(monkeypatc
     assert not asked
     assert np.array_equal(extract(rows, full.astype(np.uint8), 1), full[2:].astype(np.uint8))
     assert asked
+
+
+@pytest.mark.parametrize(
+    ("index", "shape", "expected"),
+    [(0, (), []), (5, (2, 3), [1, 2]), (3, (2, 1, 3), [1, 0, 0]), (0, (1,), [0])],
+)
+def test_a_flat_index_is_found_in_each_dimension(index, shape, expected):
+    assert coordinates_of(index, shape) == expected
+    assert coordinates_of(index, shape) == [int(at) for at in np.unravel_index(index, shape)]
+
+
+@pytest.mark.parametrize(
+    ("index", "shape"), [(6, (2, 3)), (-1, (2, 3)), (1, ()), (0, (0, 3)), (0, (3, 0)), (-1, ())]
+)
+def test_an_element_that_an_array_does_not_have_is_refused(index, shape):
+    with pytest.raises(LayoutError, match=f"no element {index} in"):
+        coordinates_of(index, shape)

@@ -112,9 +112,14 @@ def admit_out(
     if out is None:
         return framework.empty(read[0], shape)
     given, admitted = admit_tensor(out, shape, what, None)
-    kind, expected = _kind(given, admitted), _kind(framework, read[0])
-    if kind != expected:
-        raise UnsupportedError(f"is {kind}, what is read is {expected}", where=what)
+    if (
+        given.name != framework.name
+        or admitted.dtype != read[0].dtype
+        or (given.place(admitted) != framework.place(read[0]))
+    ):
+        kind, expected = _kind(given, admitted), _kind(framework, read[0])
+        if kind != expected:
+            raise UnsupportedError(f"is {kind}, what is read is {expected}", where=what)
     if not framework.is_writable(out):
         raise UnsupportedError(
             "is not a contiguous array that can be written",

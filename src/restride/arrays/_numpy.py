@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["NUMPY", "NumpyFramework", "require_inside"]
+__all__ = ["NUMPY", "NumpyFramework", "coordinates_of", "require_inside"]
 
 # Type in which PyTorch computes, and so do we: halves are widened, and rounded once at the end.
 _COMPUTED_IN: Final = {
@@ -75,7 +75,7 @@ class NumpyFramework:
         self, array: NDArray[Any], base: int, extents: Sequence[int], strides: Sequence[int]
     ) -> NDArray[Any]:
         """View through `as_strided`, inside the memory of `array`."""
-        start = [int(at) for at in np.unravel_index(base, array.shape)] if array.ndim else []
+        start = coordinates_of(base, array.shape)
         require_inside(array.shape, self.strides(array), start, extents, strides)
         # With an ellipsis the index of an array of no dimension is a view of it too.
         index: tuple[Any, ...] = (*(slice(at, at + 1) for at in start), ...)
@@ -190,9 +190,29 @@ def require_inside(
         )
 
 
+def coordinates_of(index: int, shape: Sequence[int]) -> list[int]:
+    """Place of a flat index in each dimension.
+
+    Raises:
+        LayoutError: An array of this shape has no such element.
+    """
+    start = [0] * len(shape)
+    left = index
+    for place in range(len(shape) - 1, -1, -1):
+        left, start[place] = divmod(left, shape[place] or 1)
+    if left or 0 in shape:
+        raise LayoutError(f"there is no element {index} in an array of shape {tuple(shape)}")
+    return start
+
+
 def _reach(extents: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
-    steps = [(extent - 1) * stride for extent, stride in zip(extents, strides, strict=True)]
-    return sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
+    below = above = 0
+    for extent, stride in zip(extents, strides, strict=True):
+        if stride < 0:
+            below += (extent - 1) * stride
+        else:
+            above += (extent - 1) * stride
+    return below, above
 
 
 def _bits(view: NDArray[Any]) -> NDArray[Any]:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from restride.arrays._numpy import require_inside
+from restride.arrays._numpy import coordinates_of, require_inside
 from restride.arrays._words import WORDS, is_long_run, word_nbytes
 from restride.arrays.strided import copy_at
 from restride.errors import UnsupportedError
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from fractions import Fraction
 
+    import numpy as np
     from numpy.typing import NDArray
 
 __all__ = ["TorchFramework"]
@@ -68,7 +67,7 @@ class TorchFramework:
         """View through `as_strided`, inside the memory of `tensor`."""
         memory_strides = self.strides(tensor)
         shape = tuple(tensor.shape)
-        start = [int(at) for at in np.unravel_index(base, shape)] if shape else []
+        start = coordinates_of(base, shape)
         require_inside(shape, memory_strides, start, extents, strides)
         at = sum(step * stride for step, stride in zip(start, memory_strides, strict=True))
         return tensor.as_strided(tuple(extents), tuple(strides), tensor.storage_offset() + at)
