@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fuzz_choices import ByteRandom, changed, changed_bytes
+from fuzz_choices import ByteRandom, changed, changed_bytes, renamed
 from fuzz_readers import changed_config, changed_rules
 from restride import api
 from restride.checkpoint.manifest import MANIFEST_NAME
@@ -40,6 +41,10 @@ __all__ = ["Base", "bases_of", "checkpoint_seeds", "deepspeed", "resume", "scrat
 
 _ROOT = Path(__file__).resolve().parents[1]
 _STATES = ("weight", "fp32", "exp_avg", "exp_avg_sq")
+_NAMES = (
+    *("", ".", "..", "../x", "/x", "a/b", "a\\b", "\0", "é" * 200, "x" * 300, "fp32", "module"),
+    *("a/fp32", "b\nc", "*", "[ab]", "(", "tied_modules.x.y", "0.weight", "latest", " ", "\x1b[2J"),
+)
 _BUDGETS = (None, 1 << 20, 1 << 18)
 _CHANGES = (0, 1, 1, 1, 2, 4)
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made in it, to spare the disk
@@ -177,7 +182,7 @@ def _lying(random: Random, base: Base) -> str:
 
 def _write_lies(random: Random, base: Base, folder: Path) -> bool:
     """Write the checkpoint anew: links to what is right, files of their own for what is not."""
-    lies: dict[str, Any] = {}
+    lies = _rename(random, base) if random.randrange(6) == 0 else {}
     for _ in range(random.choice(_CHANGES)):
         name = random.choice(base.files)
         if name.endswith(".pt"):
@@ -197,6 +202,22 @@ def _write_lies(random: Random, base: Base, folder: Path) -> bool:
     if random.randrange(6) == 0:
         (folder / "config.json").write_bytes(changed_config(random))
     return True
+
+
+def _rename(random: Random, base: Base) -> dict[str, Any]:
+    """Give tensors other names, the same in all files: two may have one, or no name at all."""
+    values = {name: base.value(name) for name in base.files if name.endswith(".pt")}
+    known = sorted({key for value in values.values() for key in _module(value)})
+    names: dict[str, str] = {}
+    for _ in range(random.choice((1, 1, 2))) if known else ():
+        old, new = random.choice(known), random.choice((*_NAMES, random.choice(known)))
+        names |= {old: new, f"^{re.escape(old)}$": f"^{re.escape(new)}$"}
+    return {name: renamed(value, names) for name, value in values.items()} if names else {}
+
+
+def _module(value: Any) -> list[str]:
+    module = value.get("module") if isinstance(value, dict) else None
+    return [key for key in module if isinstance(key, str)] if isinstance(module, dict) else []
 
 
 def _hurt_files(random: Random, base: Base, folder: Path) -> None:

@@ -9,12 +9,21 @@ from __future__ import annotations
 import zlib
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from restride.checkpoint.dtypes import DTYPES
-from restride.checkpoint.values import Constructed, GlobalName, OrderedDictValue, StoredTensor
+from restride.checkpoint.values import (
+    Constructed,
+    GlobalName,
+    OrderedDictValue,
+    SizeValue,
+    StoredTensor,
+)
 
-__all__ = ["ByteRandom", "changed", "changed_bytes", "parts_of"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["ByteRandom", "changed", "changed_bytes", "parts_of", "renamed"]
 
 _NUMBERS = (
     *(0, 1, -1, 2, 3, 7, 64, 255, 1 << 16, (1 << 31) - 1, 1 << 31, 1 << 32, (1 << 53) + 1),
@@ -65,6 +74,27 @@ def changed_bytes(random: Random, content: bytes) -> bytes:
             before,
         )
     )
+
+
+def renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """A copy of a value in which some texts are others, as keys and as values."""
+    match value:
+        case str():
+            return names.get(value, value)
+        case dict():
+            return _dict_like(
+                value, [(renamed(k, names), renamed(v, names)) for k, v in value.items()]
+            )
+        case Constructed():
+            parts = {"args": value.args, "state": value.state, "items": value.items}
+            pairs = [(renamed(k, names), renamed(v, names)) for k, v in value.pairs]
+            return replace(value, **{k: renamed(v, names) for k, v in parts.items()}, pairs=pairs)
+        case list():
+            return [renamed(part, names) for part in value]
+        case tuple() if not isinstance(value, SizeValue):
+            return tuple(renamed(part, names) for part in value)
+        case _:
+            return value
 
 
 def _changed(random: Random, value: Any, root: Any, *, is_json: bool) -> Any:
