@@ -93,6 +93,17 @@ def test_a_library_that_is_missing_broken_foreign_or_of_another_version_is_not_u
     assert [_kernel.load(path) for path in paths] == [None] * 4
 
 
+@pytest.mark.usefixtures("kernel_file")
+@pytest.mark.parametrize("flags", ["-Ofast", "-ffast-math"])
+def test_a_compiler_that_may_change_the_order_of_sums_is_refused(
+    hook, tmp_path, monkeypatch, flags
+):
+    monkeypatch.setenv("CFLAGS", flags)
+
+    with pytest.raises(OSError, match="sums are exact in the order that is written here"):
+        hook.compile_kernel(sorted((ROOT / "src/restride/arrays").glob("*.c")), tmp_path / "x.so")
+
+
 def test_a_width_that_the_machine_does_not_have_is_refused(kernels):
     with pytest.raises(ValueError, match="is not one of 0 to"):
         kernels[-1].at(len(kernels))

@@ -16,6 +16,10 @@
 #error "needs 128-bit integers, and doubles that are rounded to doubles"
 #endif
 
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__)
+#error "sums are exact in the order that is written here; built so, it would also flush denormals"
+#endif
+
 #define EXPORT __attribute__((visibility("default")))
 
 /* What the functions below expect and return. `_kernel.py` takes no library with another number. */
