@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -205,6 +206,27 @@ def test_threads_share_a_pool_that_is_smaller_than_they_are_many(
     assert all(
         path.read_bytes()[:600] == b"".join(bytes([w]) * 100 for w in range(6)) for path in paths
     )
+
+
+def test_a_file_that_cannot_be_opened_leaves_its_room_to_the_next_who_waits(
+    tmp_path: Path,
+) -> None:
+    for name in ("held", "there"):
+        (tmp_path / name).write_bytes(b"0")
+    with FilePool(max_open=1) as pool, ThreadPoolExecutor(2) as threads:
+        with pool._lease(str(tmp_path / "held")):
+            waiting = []
+            for count, name in enumerate(("missing", "there"), 1):
+                waiting.append(threads.submit(pool.read_exact, tmp_path / name, 0, bytearray(1)))
+                while pool._waiting < count:
+                    time.sleep(0.001)
+
+        with pytest.raises(ExecutionError, match="cannot be opened"):
+            waiting[0].result(30)
+        try:
+            waiting[1].result(30)
+        finally:
+            pool.nbytes(tmp_path / "there")  # wakes who was forgotten, so that the test ends
 
 
 def test_a_pool_of_nothing_is_refused() -> None:

@@ -275,7 +275,13 @@ class FilePool:
             if idle is None:
                 return None
             self._leases.pop(idle).file.close()
-        lease = self._leases[path] = _Lease(RangeFile(path, writable=self._is_writable), self)
+        try:
+            file = RangeFile(path, writable=self._is_writable)
+        except BaseException:
+            if self._waiting:
+                self._changed.notify()  # the room that this call found is for the next one
+            raise
+        lease = self._leases[path] = _Lease(file, self)
         return lease
 
 
