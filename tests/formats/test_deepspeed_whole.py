@@ -483,6 +483,20 @@ def test_a_state_that_others_of_the_group_have_is_missed(tmp_path, lie, state):
     assert f"the optimizer has no {state} of 'down', which it has of 'up' of the same" in message
 
 
+@pytest.mark.parametrize("kind", ["bare", "unfused"])
+def test_a_parameter_that_was_never_updated_lacks_nothing(tmp_path, kind):
+    parameters = {"up": parameter((4, 3), 1), "down": parameter((3, 4), 2)}
+    written(tmp_path / "run", parameters, kind)
+
+    def forget(root):
+        optimizer = root["optimizer"]
+        optimizer.get("optimizer_state_dict", optimizer)["state"].pop(1)
+
+    edit_file(file_of(tmp_path / "run"), forget)
+
+    assert "missing-state" not in {f.kind for f in read_catalog(tmp_path / "run").findings}
+
+
 def test_two_weights_that_share_their_bytes_are_one_parameter(tmp_path):
     """The optimizer numbers tied weights once."""
     run = written(tmp_path / "run", {"a": parameter((3, 3), 1), "b": parameter((3,), 2)}, "unfused")

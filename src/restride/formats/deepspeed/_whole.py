@@ -302,12 +302,9 @@ def _lost(whole: Whole) -> Iterator[Finding]:
     """Tell of parameters that lack a state which others of their group have."""
     for rank in whole.ranks:
         for names in rank.members:
-            owned = {
-                name: {**rank.owned[name].arrays, **rank.owned[name].scalars}
-                for name in names
-                if name in rank.owned
-            }
+            owned = {name: _states(rank.owned[name]) for name in names if name in rank.owned}
             for state in dict.fromkeys(state for states in owned.values() for state in states):
+                # One that was never updated has none at all, which is right.
                 lost = [name for name, states in owned.items() if states and state not in states]
                 if lost:
                     other = next(name for name, states in owned.items() if state in states)
@@ -317,3 +314,8 @@ def _lost(whole: Whole) -> Iterator[Finding]:
                     )
                     where = f"{rank.file.where}: {message}"
                     yield Finding("warning", "missing-state", where, f"tensor {lost[0]!r}")
+
+
+def _states(owned: Owned) -> tuple[str, ...]:
+    """What the optimizer made of a parameter; a weight in fp32 is its own master copy."""
+    return tuple(state for state in (*owned.arrays, *owned.scalars) if state != "fp32")
