@@ -95,6 +95,16 @@ def test_a_state_of_another_dtype_than_in_the_rest_of_its_group_is_told_of(folde
     )
 
 
+def test_moments_have_the_dtype_of_their_parameter_where_several_are_trained_in(folder):
+    model = folder / "step_universal" / "mp_rank_00_model_states.pt"
+    halves = stored(distinct((6,), 500).astype(np.float16))
+    edit_file(model, lambda root: root["module"].update(b=halves))
+    moments = stored(distinct((6,), 1500).astype(np.float16))
+    edit_file(state_file(folder, "b/exp_avg"), lambda value: value.update(param=moments))
+
+    assert not found(folder, "state-dtype")
+
+
 @pytest.mark.parametrize(
     ("step", "told"),
     [(Array("float16", (), b"\0\0"), "float16"), (7, "a plain number")],

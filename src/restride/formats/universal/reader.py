@@ -166,7 +166,7 @@ class _Reader:
         self.findings: list[Finding] = list(models.findings if models else ())
         self._described = _described(models)
         self._files: dict[str, set[str]] = {}  # states that have a file, by parameter
-        self._dtypes: dict[str, dict[str, str]] = {}
+        self._dtypes: dict[str, dict[tuple[str, str], str]] = {}
         self.optimizer = self._read_optimizer()
         self._group_states = dict(self._of_groups())
 
@@ -217,10 +217,10 @@ class _Reader:
 
     def _tell_of_other_dtypes(self, names: Iterable[str]) -> None:
         """Tell of states that have another dtype than in the rest of their group."""
-        first: dict[str, tuple[str, str]] = {}
+        first: dict[tuple[str, str], tuple[str, str]] = {}
         for name in names:
-            for state, dtype in self._dtypes.pop(name, {}).items():
-                other, expected = first.setdefault(state, (name, dtype))
+            for (state, trained), dtype in self._dtypes.pop(name, {}).items():
+                other, expected = first.setdefault((state, trained), (name, dtype))
                 if dtype != expected:
                     message = (
                         f"{self._below}{name}/{state}{_SUFFIX} is {dtype}, that of {other!r} of "
@@ -290,9 +290,13 @@ class _Reader:
                     where=place,
                 )
         found = self._group_states.get(name, {}) | scalars
-        self._dtypes[name] = {state: str(entry.dtype) for state, entry in states.items()}
+        # Moments of a parameter that is trained in bf16 may be in bf16, beside others in fp32.
+        weight = known and known.states.get("weight")
+        trained = str(weight.dtype) if weight else ""
+        dtypes = {(state, trained): str(entry.dtype) for state, entry in states.items()}
         if has_step:
-            self._dtypes[name][_STEP] = str(scalars[_STEP].dtype) if scalars else "a plain number"
+            dtypes[_STEP, ""] = str(scalars[_STEP].dtype) if scalars else "a plain number"
+        self._dtypes[name] = dtypes
         self._files[name] = {*states, *([_STEP] if has_step else [])}
         if known is None:
             return TensorEntry(name, "parameter", states[first].layout, states | found)
