@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from restride.algebra.coverage import require_covered
@@ -16,7 +17,10 @@ from restride.arrays._checks import (
 )
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from restride.algebra.layout import Layout
+    from restride.arrays._blocks import Block
     from restride.arrays._frameworks import Array
 
 __all__ = ["extract"]
@@ -67,10 +71,18 @@ def extract(
     framework, source = admit_tensor(full, layout.full_shape, "full tensor", layout.unit_bits)
     shape = layout.shard_shape(rank)
     require_unscaled_state((piece.scale for piece in layout.all_pieces), state)
-    require_covered(layout, side="shard")
+    blocks = _blocks(layout, rank)
     shard = admit_out(framework, out, shape, [source], "out")
     fill_padding(framework, layout, rank, shard)
-    for piece in layout.pieces(rank):
-        for pair in views(framework, source, shard, block_of(piece)):
-            copy_scaled(framework, pair, piece.scale)
+    for block, scale in blocks:
+        for pair in views(framework, source, shard, block):
+            copy_scaled(framework, pair, scale)
     return shard if out is None else out
+
+
+# A loop over the steps of a training run cuts the same tensors again and again.
+@lru_cache(maxsize=64)
+def _blocks(layout: Layout, rank: int) -> tuple[tuple[Block, Fraction], ...]:
+    """What to copy for one rank, of a layout that is proved to write each address once."""
+    require_covered(layout, side="shard")
+    return tuple((block_of(piece), piece.scale) for piece in layout.pieces(rank))

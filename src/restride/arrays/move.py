@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -117,6 +118,7 @@ def _targets(
     return targets
 
 
+@lru_cache(maxsize=64)
 def _require_each_once(transfers: Transfers) -> None:
     written = []
     for transfer in transfers.descriptors:

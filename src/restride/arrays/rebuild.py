@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from restride.algebra.copies import CopyAt, as_replicas, require_copies
@@ -90,7 +91,7 @@ replicas='first', 'mean' or the rank that counts
     decided = as_replicas(replicas, layout.mesh)
     framework, admitted = admit_shards(layout, shards, "shard")
     require_unscaled_state((1 / piece.scale for piece in layout.all_pieces), state)
-    supplied = _supplied(layout, admitted)
+    supplied = _supplied(layout, tuple(admitted))
     if isinstance(decided, CopyAt):
         require_copies(decided, supplied)
     full = admit_out(framework, out, layout.full_shape, admitted.values(), "out")
@@ -120,7 +121,8 @@ replicas='first', 'mean' or the rank that counts
     return full if out is None else out
 
 
-def _supplied(layout: Layout, ranks: Iterable[int]) -> Layout:
+@lru_cache(maxsize=64)
+def _supplied(layout: Layout, ranks: tuple[int, ...]) -> Layout:
     """The layout as far as the given ranks hold it, proved to cover the tensor."""
     require_covered(layout, side="shard")
     given = set(ranks)
