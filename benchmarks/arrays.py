@@ -21,6 +21,7 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,7 +39,7 @@ from restride.layouts import codegen_qkv, split, transposed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROUNDS = 9
+ROUNDS = 11
 RANKS = 4
 COLUMNS = (
     "copy_",
@@ -58,11 +59,8 @@ def in_turn(calls: dict[str, Callable[[], Any]], threads: int) -> dict[str, list
     clock = time.process_time if threads == 1 else time.perf_counter
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(ROUNDS * threads + 1):
-        # Who comes after whom matters to the caches, so everybody comes after everybody.
-        first = number % len(calls)
-        names = list(calls)
-        for name in names[first:] + names[:first]:
-            call = calls[name]
+        # What a call finds in the caches depends on the one before it, which is drawn afresh.
+        for name, call in Random(number).sample(list(calls.items()), len(calls)):  # noqa: S311
             start = clock()
             call()
             if number:
