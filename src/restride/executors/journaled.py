@@ -125,6 +125,7 @@ class JournaledWriter:
         if batch:
             files = {self._blocks.regions[block.region].target_file for block in batch}
             self._place.files.sync_files(self._names[file] for file in sorted(files))
+            self._place.files.sync_folders()
             self._require_unchanged()
             self._place.note([*self._drift_records(), *claim_records(batch, self._blocks)])
             self._place.keeps = True

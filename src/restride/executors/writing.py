@@ -209,7 +209,10 @@ class _Writing:
         """
         place = self.place
         place.files.create(self.task.output, resume=place.is_resumed)
-        place.files.sync_folders()
+        if place.is_resumed or lead:
+            # Somebody has noted what is in them, or will. Alone, names are durable soon enough when
+            # something is noted, and the first byte need not wait for hundreds of folders.
+            place.files.sync_folders()
         if not place.is_resumed:
             return 0, None
         found = place.team

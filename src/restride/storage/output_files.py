@@ -48,6 +48,7 @@ class OutputFiles:
         self._files: dict[str, Path] = {}
         self._pool = FilePool(writable=True)
         self._unsynced: set[str] = set()
+        self._unsynced_folders: set[Path] = set()
         self._lock = Lock()
 
     def __enter__(self) -> Self:
@@ -118,6 +119,7 @@ class OutputFiles:
         except OSError as error:
             raise _failed(f"cannot be created ({error.strerror})", path) from error
         self._unsynced.add(name)
+        self._unsynced_folders.update(self.path / parent for parent in Path(name).parents)
         try:
             _reserve(descriptor, nbytes)
         except OSError as error:
@@ -152,19 +154,15 @@ class OutputFiles:
                 sync_path(self._files[name])
 
     def sync_folders(self) -> None:
-        """Make the names of all files durable.
+        """Make the names of all files durable that were created.
 
         Raises:
             ExecutionError: The system cannot do it.
         """
-        if not self._is_durable:
-            return
-        folders = {self.path}
-        for name in self._files:
-            parents = Path(name).parents
-            folders.update(self.path / parent for parent in parents)
-        for folder in sorted(folders, reverse=True):
-            sync_path(folder)
+        for folder in sorted(self._unsynced_folders, reverse=True):
+            if self._is_durable:
+                sync_path(folder)
+            self._unsynced_folders.discard(folder)
 
     def sync(self) -> None:
         """Make everything durable that is not yet.
