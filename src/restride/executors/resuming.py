@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-import msgspec
-
 from restride.executors.blocks import BLOCK_NBYTES, Block, block_count, block_nbytes
 from restride.executors.drift import add_drift
 from restride.executors.events import ReplicaDrift
@@ -108,6 +106,8 @@ def read_back(
 
 def noted_drift(journals: Iterable[Iterable[Record]]) -> dict[_Row, ReplicaDrift]:
     """What was noted of each array and pair of ranks: the last sum of each process, added up."""
+    import msgspec  # noqa: PLC0415 - only where a run goes on
+
     total: dict[_Row, ReplicaDrift] = {}
     for records in journals:
         found: dict[_Row, ReplicaDrift] = {}
