@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
+from typing import TYPE_CHECKING
 
 import pytest
 
 from restride.cli import main
 from restride.cli.output import Cell, Column, open_page, write_json
 from restride.testing.command_line import SAMPLE, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -103,3 +109,86 @@ def test_json_has_one_line_and_no_numbers_that_json_lacks(
     assert capsys.readouterr().out == '{"name": "Größe\\n"}\n'
     with pytest.raises(ValueError, match="JSON"):
         write_json({"largest": float("nan")})
+
+
+def test_json_is_ascii_where_the_stream_takes_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = TextIOWrapper(BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+
+    write_json({"name": "Größe"})
+
+    stream.flush()
+    assert stream.buffer.getvalue() == b'{"name": "Gr\\u00f6\\u00dfe"}\n'
+
+
+ROWS = [
+    ["model.layers.0.self_attn.q_proj.weight", "0.123456789", "two words"],
+    ["y\x1b[31m", "1", ""],
+]
+COLUMNS = [Column("name"), Column("largest difference", is_number=True), Column("what")]
+
+
+@pytest.mark.parametrize("width", [20, 40])
+def test_a_table_that_does_not_fit_is_written_row_by_row(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(sys, "stdout", terminal)
+
+    open_page().table(COLUMNS, ROWS)
+
+    lines = ESCAPE.sub("", terminal.getvalue()).splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= width
+    words = " ".join(" ".join(lines).split())
+    assert "largest difference 0.123456789, what two words" in words
+    assert r"y\x1b[31m largest difference 1" in words
+
+
+@pytest.mark.parametrize("stream", [StringIO(), Terminal()], ids=["pipe", "terminal"])
+def test_a_name_out_of_a_file_gives_the_terminal_no_orders(
+    monkeypatch: pytest.MonkeyPatch, stream: StringIO
+) -> None:
+    monkeypatch.setattr(sys, "stdout", stream)
+    page = open_page()
+
+    page.line("a\x1b]0;title\x07 b\nc")
+    page.table([Column("n"), Column("")], [["x\ny\x1b[2J", "\u202e\udc80"]])
+
+    shown = ESCAPE.sub("", stream.getvalue())
+    assert r"a\x1b]0;title\x07 b\nc" in shown
+    assert r"x\ny\x1b[2J  \u202e\udc80" in shown
+    assert len(shown.splitlines()) == 3
+
+
+def test_an_error_gives_the_terminal_no_orders() -> None:
+    assert run("info", "a\x1b[31m\n").err == "restride: a\\x1b[31m\\n: no such file or folder\n"
+
+
+def in_a_process(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        ["sh", "-c", line, sys.executable, str(SAMPLE)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        check=False,
+    )
+
+
+def test_a_closed_output_ends_nothing_before_its_end(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    ran = in_a_process(f'exec "$0" -m restride convert "$1" "{out}" >&- 2>&-')
+
+    assert ran.returncode == 0
+    assert run("check", out).code == 0
+
+
+def test_a_stream_of_few_letters_gets_the_others_spelled(tmp_path: Path) -> None:
+    ran = in_a_process(
+        f'exec "$0" -m restride convert "$1" "{tmp_path}/Größe"', PYTHONIOENCODING="ascii"
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert rb"Gr\xf6\xdfe: 13 arrays" in ran.stdout

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from io import TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from restride import __version__
 from restride.cli.exits import ExitCode
+from restride.cli.output import printable
 from restride.errors import RestrideError, StoppedError
 
 if TYPE_CHECKING:
@@ -72,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # imported, only fight them for the cores.
     for library in ("OPENBLAS", "MKL", "OMP"):
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+    _make_writable()
     code = ExitCode.FAILED
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -86,8 +90,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         notes: list[str] = getattr(error, "__notes__", [])
         sentence, code = "; ".join(("interrupted", *notes)), ExitCode.INTERRUPTED
-    sys.stderr.write(f"restride: {sentence}\n")
+    sys.stderr.write(f"restride: {printable(sentence)}\n")
     return code
+
+
+def _make_writable() -> None:
+    """Let no name and no closed stream end a command that has done its work."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller, as by `>&-`
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run(words: list[str]) -> int:

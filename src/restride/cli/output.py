@@ -3,10 +3,14 @@
 A command says what it has to say once, as lines, tables and grids of cells. On a terminal rich
 draws them. In a pipe or a file there is no colour, nothing is cut to a width, and every row of a
 table is one line, so that `grep` and `awk` work.
+
+Names come out of files, which are hostile: a character that a terminal would obey, such as the
+start of an escape sequence or the end of a line, is written as Python would spell it.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 from dataclasses import dataclass
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["Cell", "Column", "Page", "Tone", "open_page", "write_json"]
+__all__ = ["Cell", "Column", "Page", "Tone", "open_page", "printable", "write_json"]
 
 Tone: TypeAlias = Literal["", "bold", "dim", "good", "bad", "warn"]
 
@@ -29,6 +33,9 @@ _STYLES: Final[dict[Tone, str]] = {
     "bad": "bold red",
     "warn": "bold yellow",
 }
+# A text column may be folded to this width, not below: letters one below the other are no name.
+_LEAST_FOLDED: Final = 24
+_GAP: Final = 2
 # Light backgrounds, on which black letters can be read; neighbours differ well.
 _PAINTS: Final = (
     "#6cb6ff",
@@ -93,19 +100,36 @@ def open_page() -> Page:
     return _RichPage(Console(highlight=False))
 
 
+def printable(text: str) -> str:
+    r"""Text that a terminal shows and does not obey.
+
+    Examples:
+        >>> print(printable("naïve"), printable("\x1b[31mred\n"))
+        naïve \x1b[31mred\n
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
 def write_json(value: object) -> None:
     """Write one JSON value on one line of standard output."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    is_ascii = codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8"
+    sys.stdout.write(json.dumps(value, ensure_ascii=is_ascii, allow_nan=False) + "\n")
 
 
 class _PlainPage:
     def line(self, text: str = "", tone: Tone = "") -> None:
         del tone
-        sys.stdout.write(f"{text}\n")
+        sys.stdout.write(f"{printable(text)}\n")
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
         names = [column.name for column in columns]
         lines = [names, *rows] if any(names) else rows
+        lines = [list(map(printable, cells)) for cells in lines]
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         for cells in lines:
             padded = [
@@ -124,16 +148,20 @@ class _RichPage:
         self._console = console
 
     def line(self, text: str = "", tone: Tone = "") -> None:
-        self._console.print(text, style=_STYLES[tone], markup=False)
+        self._console.print(printable(text), style=_STYLES[tone], markup=False)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
         from rich.table import Table  # noqa: PLC0415
         from rich.text import Text  # noqa: PLC0415
 
+        rows = [list(map(printable, cells)) for cells in rows]
+        if _least_width(columns, rows) > self._console.width:
+            self._stack(columns, rows)
+            return
         table = Table(
             box=None,
             pad_edge=False,
-            padding=(0, 2, 0, 0),
+            padding=(0, _GAP, 0, 0),
             header_style="bold",
             show_header=any(column.name for column in columns),
         )
@@ -144,6 +172,20 @@ class _RichPage:
             table.add_row(*map(Text, cells))
         self._console.print(table)
 
+    def _stack(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+        """Write each row as its first cell and, below it, the others with their headings."""
+        from rich.padding import Padding  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415
+
+        for first, *cells in rows:
+            self._console.print(Text(first, overflow="fold"))
+            words = [
+                f"{column.name} {cell}".strip()
+                for column, cell in zip(columns[1:], cells, strict=True)
+                if cell
+            ]
+            self._console.print(Padding(Text(", ".join(words), overflow="fold"), (0, 0, 0, _GAP)))
+
     def picture(self, lines: Sequence[Sequence[Cell]]) -> None:
         from rich.text import Text  # noqa: PLC0415
 
@@ -153,3 +195,16 @@ class _RichPage:
                 paint = None if cell.paint is None else _PAINTS[cell.paint % len(_PAINTS)]
                 line.append(cell.text, "" if paint is None else f"#000000 on {paint}")
             self._console.print(line)
+
+
+def _least_width(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> int:
+    """Width in which the table is still readable: numbers whole, text cut between its words."""
+    widths = []
+    for number, column in enumerate(columns):
+        cells = [column.name, *(cells[number] for cells in rows)]
+        if column.is_number:
+            widths.append(max(map(len, cells)))
+        else:
+            words = (word for cell in cells for word in cell.split())
+            widths.append(min(max(map(len, words), default=0), _LEAST_FOLDED))
+    return sum(widths) + _GAP * (len(widths) - 1)
