@@ -51,6 +51,8 @@ __all__ = ["ArrayDifference", "DiffReport", "check_against", "diff", "fingerprin
 _Array: TypeAlias = "tuple[str, str, StateEntry, DType]"
 
 _DEFAULT_BUDGET_NBYTES: Final = 512 << 20
+_OF_MANIFESTS: Final = b'"restride-manifest/'
+_HEAD_NBYTES: Final = 64
 # Temporaries of one thread while values that differ are looked at.
 _COMPARING_NBYTES: Final = 1 << 20
 
@@ -238,7 +240,7 @@ def check_against(
 
     Args:
         path: As for `restride.open`.
-        file: What `restride fingerprint -o` wrote, or the manifest of an output.
+        file: What `restride fingerprint -o` wrote, the manifest of an output, or the output.
         budget_nbytes: Most memory for plan and buffers.
         observer: Receives progress.
 
@@ -298,17 +300,25 @@ def _deviations(
 
 
 def _expected(file: str | PathLike[str]) -> Fingerprints:
-    content = _content(file)
-    if Path(file).name == MANIFEST_NAME:
-        return manifest_from_json(content, where=str(file)).tensors
-    return fingerprints_from_json(content, where=str(file))
+    path = Path(file)
+    if path.joinpath(MANIFEST_NAME).is_file():
+        path /= MANIFEST_NAME
+    content = _content(path)
+    # By what it says, too: a manifest may have been kept under another name.
+    if path.name == MANIFEST_NAME or _OF_MANIFESTS in content[:_HEAD_NBYTES]:
+        return manifest_from_json(content, where=str(path)).tensors
+    return fingerprints_from_json(content, where=str(path))
 
 
 def _content(file: str | PathLike[str]) -> bytes:
     try:
         return Path(file).read_bytes()
     except OSError as error:
-        raise ExecutionError(f"cannot be read ({error.strerror})", where=str(file)) from error
+        raise ExecutionError(
+            f"cannot be read ({error.strerror})",
+            where=str(file),
+            remedy="name a file that `restride fingerprint -o` wrote, or an output of a conversion",
+        ) from error
 
 
 def _fingerprints(

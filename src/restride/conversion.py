@@ -432,6 +432,6 @@ def _kept(place: Unfinished, total_nbytes: int) -> Iterator[None]:
 def _how_to_resume(place: Unfinished, total_nbytes: int) -> str:
     done_nbytes = place.done_nbytes + place.done_elsewhere_nbytes
     return (
-        f"{done_nbytes} of {total_nbytes} bytes are done and kept in {place.folder}: run it "
+        f"{done_nbytes:,} of {total_nbytes:,} bytes are done and kept in {place.folder}: run it "
         "again with --resume"
     )

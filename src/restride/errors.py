@@ -119,9 +119,10 @@ class BudgetError(PlanError):
 
     def __init__(self, *, needed_nbytes: int, budget_nbytes: int, where: str = "") -> None:
         super().__init__(
-            f"a budget of {budget_nbytes} bytes is below the {needed_nbytes} bytes needed",
+            f"a budget of {budget_nbytes:,} bytes of memory is below the {needed_nbytes:,} bytes "
+            "needed",
             where=where,
-            remedy=f"raise the budget to at least {needed_nbytes} bytes",
+            remedy=f"raise it (--memory) to at least {needed_nbytes:,} bytes",
         )
         self.needed_nbytes = needed_nbytes
         self.budget_nbytes = budget_nbytes

@@ -107,9 +107,12 @@ def _require_taken(wanted: Wanted) -> None:
             takers = [to for to, names in _TAKEN.items() if option.name in names]
             is_of_weights = option.name in _TAKEN["safetensors"]
             why = ": it has every state, as it is stored" if is_of_weights else ""
+            # Two options for a stage: a universal folder has no ranks, only a shape.
+            like = {"stage": "zero", "zero": "stage"}.get(option.name)
+            instead = f"say {like}" if like in taken else "leave it out"
             raise UnsupportedError(
                 f"{wanted.to} takes no {option.name}{why}",
-                remedy=f"leave it out, or convert to {' or '.join(takers)}",
+                remedy=f"{instead}, or convert to {' or '.join(takers)}",
             )
 
 

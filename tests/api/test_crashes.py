@@ -186,7 +186,7 @@ def test_after_a_death_between_the_two_names_both_contents_are_there(source, tmp
     assert not out.exists()
     assert (partial_folder(out) / "replaced" / "mine").read_text() == "precious"
 
-    with pytest.raises(ExistsError, match=r"41024 of 41024 bytes done; add --resume"):
+    with pytest.raises(ExistsError, match=r"41,024 of 41,024 bytes done; add --resume"):
         api.convert(source, out, **OPTIONS)
     assert (out / "mine").read_text() == "precious"
 

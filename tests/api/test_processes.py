@@ -288,7 +288,9 @@ def test_a_leftover_of_several_is_reported_with_what_all_of_them_did(tmp_path):
     error = killed_and_given_up(out)
     done = str(error).split("; ")[-1].split()[0]
 
-    with pytest.raises(ExistsError, match=f"an unfinished .* is here, {done} of 205236 bytes done"):
+    with pytest.raises(
+        ExistsError, match=f"an unfinished .* is here, {done} of 205,236 bytes done"
+    ):
         api.convert(SAMPLE, out, **OPTIONS)
 
 

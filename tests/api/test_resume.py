@@ -99,7 +99,7 @@ def test_a_leftover_is_reported_and_never_clobbered(tmp_path):
 
     done = sum(r.get("nbytes", 0) for r in read_journal(partial_folder(out) / "journal")[1:])
     assert str(error.value) == (
-        f"{out}: an unfinished conversion of {SAMPLE} is here, {done} of 29312 bytes done; "
+        f"{out}: an unfinished conversion of {SAMPLE} is here, {done:,} of 29,312 bytes done; "
         f"add --resume to continue or remove {partial_folder(out)}"
     )
     assert ran.code == 2

@@ -63,7 +63,10 @@ def test_a_command_is_helped_in_the_words_of_the_list(name: str) -> None:
             "'lots' is no size; write it like 512MB or 2GiB",
         ),
         (["convert", "a", "b", "--max-shard-size", "0"], "less than one byte"),
-        (["layouts", "frob"], "layouts: no such command 'frob'"),
+        (
+            ["layouts", "frob"],
+            "layouts: no layout and no checkpoint is called 'frob'; see restride",
+        ),
         (["layouts", "split", "--shape", "4x4"], "--mesh"),
         (["layouts", "codegen-qkv", "--shape", "48x2", "--mesh", "tp=2"], "--heads"),
     ],

@@ -51,9 +51,29 @@ def test_differences_exit_with_one_and_are_told_one_a_line(master: Path) -> None
     assert row["dtypes"] == ["bfloat16", "float32"]
     assert row["first_index"] == row["first_coordinates"][0] * 32 + row["first_coordinates"][1]
     assert abs(row["first_values"][0] - row["first_values"][1]) <= row["largest"]
-    assert "... and 32 more; --json lists all" in for_people.out
+    assert "only in A: fp32, exp_avg, exp_avg_sq, step of 13 tensors" in for_people.out
     last = for_people.out.splitlines()[-1]
     assert last == "different: 13 of 13 arrays differ, 52 arrays only in A"
+
+
+def test_what_only_one_has_is_one_line_and_how_to_leave_it_out(tmp_path: Path) -> None:
+    run("convert", SAMPLE, tmp_path / "weights")
+    ran = run("diff", tmp_path / "weights", SAMPLE)
+
+    assert ran.code == 1
+    only, last = ran.out.splitlines()[2:]
+    assert only == "only in B: fp32, exp_avg, exp_avg_sq, step of 13 tensors"
+    assert last.startswith("different: 0 of 13 arrays differ, 52 arrays only in B; ")
+    assert last.endswith("--states weights compares the weights alone")
+
+
+def test_tensors_of_another_name_are_named(converted: Path) -> None:
+    ran = run("diff", converted, SAMPLE, "--states", "weights", "--rename", r"(.*)wte(.*)=\1x\2")
+
+    assert ran.code == 1
+    assert "only in A: transformer.wte.weight (weight)" in ran.out
+    assert "only in B: transformer.wte.weight (weight)" in ran.out
+    assert "--states" not in ran.out
 
 
 def test_a_tolerance_compares_values_and_says_what_was_widened(master: Path) -> None:
@@ -81,7 +101,10 @@ def test_fingerprints_are_written_once_and_checked_against(converted: Path, tmp_
     assert (first.code, again.code, forced.code) == (0, 2, 0)
     assert "--force" in again.err
     assert json.loads(file.read_text()) == forced.json
-    assert run("check", SAMPLE, "--against", file).code == 0
+    checked = run("check", SAMPLE, "--against", file)
+    assert checked.code == 0
+    last = checked.out.splitlines()[-1]
+    assert last == f"ok: every fingerprint in {file} is that of the checkpoint"
 
 
 def test_a_check_against_other_fingerprints_is_a_finding(master: Path, tmp_path: Path) -> None:
@@ -92,6 +115,33 @@ def test_a_check_against_other_fingerprints_is_a_finding(master: Path, tmp_path:
     assert checked.code == 1
     kinds = [finding["kind"] for finding in checked.json["findings"]]
     assert kinds == ["fingerprint-differs"] * 13 + ["fingerprint-unknown"]
+
+
+def test_a_check_is_against_an_output_by_its_folder_and_a_manifest_by_any_name(
+    converted: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_bytes((converted / "restride.json").read_bytes())
+
+    for against in (converted, converted / "restride.json", kept):
+        checked = run("check", SAMPLE, "--against", against)
+        assert checked.code == 0, checked.err
+        assert f"every fingerprint in {against} is that of the checkpoint" in checked.out
+
+
+def test_a_check_against_a_folder_that_is_no_output_says_what_to_name(tmp_path: Path) -> None:
+    checked = run("check", SAMPLE, "--against", tmp_path)
+
+    assert checked.code == 2
+    assert checked.err.endswith(
+        "that `restride fingerprint -o` wrote, or an output of a conversion\n"
+    )
+
+
+def test_of_a_file_nothing_is_said_of_ranks(converted: Path) -> None:
+    lines = run("check", converted).out.splitlines()
+
+    assert lines[1] == "ok: all 65 arrays are whole"
 
 
 def test_fingerprints_are_listed_one_a_line() -> None:

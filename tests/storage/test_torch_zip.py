@@ -52,6 +52,11 @@ def value_of(folder: Path, body: bytes) -> object:
     return opened(folder, torch_file(stream(body), {"0": FLOATS})).value
 
 
+def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="is empty: a save that was interrupted"):
+        opened(tmp_path, b"")
+
+
 def test_a_tensor_is_the_place_of_its_bytes(tmp_path: Path) -> None:
     file = opened(tmp_path, torch_file(stream(dictionary((text("w"), WEIGHT))), {"0": FLOATS}))
 

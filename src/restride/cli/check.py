@@ -18,6 +18,8 @@ from restride.cli.progress import open_progress
 from restride.cli.sizes import format_count, format_size
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from restride.api import CheckReport
     from restride.cli.output import Page
 
@@ -30,7 +32,7 @@ __all__ = ["command", "show_report"]
     "--against",
     metavar="FILE",
     help="Compare with the fingerprints that restride fingerprint -o FILE has written, or with "
-    "those in the restride.json of a conversion.",
+    "those in the restride.json of a conversion, which may be named by its folder.",
 )
 @memory_option
 @json_option
@@ -39,7 +41,8 @@ def command(checkpoint: str, *, against: str | None, memory: int, as_json: bool)
 
     Proves that every element of every tensor and state is held by some rank and that each shard
     lies inside its file. Compares what more than one rank holds, bit for bit, and weights with
-    their master copies. Exits with 1 where something is found.
+    their master copies. Exits with 1 where something is found, and with 2 where a file is missing
+    or damaged so that the rest cannot be read.
     """
     with open_progress("checking") as observer:
         report = api.check(checkpoint, budget_nbytes=memory, observer=observer)
@@ -65,32 +68,18 @@ def command(checkpoint: str, *, against: str | None, memory: int, as_json: bool)
             }
         )
     else:
-        show_report(open_page(), checkpoint, report)
+        show_report(open_page(), checkpoint, report, against)
     return ExitCode.OK if report.verdict == "ok" else ExitCode.FINDING
 
 
-def show_report(page: Page, path: str, report: CheckReport) -> None:
+def show_report(page: Page, path: str, report: CheckReport, against: str | None = None) -> None:
     """Write what was checked, the findings, then the verdict."""
     show_headline(page, path, report.catalog)
     show_findings(page, report.findings)
     arrays = sum(len(tensor.states) for tensor in report.catalog.tensors)
     if report.verdict == "ok":
-        page.line(
-            f"ok: all {format_count(arrays, 'array')} are whole, and "
-            f"{format_size(report.compared_nbytes)} that more than one rank holds are the same "
-            "everywhere",
-            "good",
-        )
-        if report.rounded_nbytes:
-            page.line(
-                f"ok: {format_size(report.rounded_nbytes)} of weights are their master copies, "
-                "rounded",
-                "good",
-            )
-        if report.verified_nbytes:
-            page.line(
-                f"ok: {format_size(report.verified_nbytes)} of files are what was written", "good"
-            )
+        for sentence in _proved(report, arrays, against):
+            page.line(f"ok: {sentence}", "good")
         return
     counts = Counter(finding.severity for finding in report.findings)
     parts = [
@@ -99,3 +88,18 @@ def show_report(page: Page, path: str, report: CheckReport) -> None:
         if counts[severity]
     ]
     page.line(f"{' and '.join(parts)} in {format_count(arrays, 'array')}", "bad")
+
+
+def _proved(report: CheckReport, arrays: int, against: str | None) -> Iterator[str]:
+    whole = "the one array is" if arrays == 1 else f"all {format_count(arrays, 'array')} are"
+    alike = (
+        f", and {format_size(report.compared_nbytes)} that more than one rank holds are the same "
+        "everywhere"
+    )
+    yield f"{whole} whole{alike if report.compared_nbytes else ''}"
+    if report.rounded_nbytes:
+        yield f"{format_size(report.rounded_nbytes)} of weights are their master copies, rounded"
+    if report.verified_nbytes:
+        yield f"{format_size(report.verified_nbytes)} of files are what was written"
+    if against is not None:
+        yield f"every fingerprint in {against} is that of the checkpoint"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import isfinite
 from typing import TYPE_CHECKING, Final
 
@@ -32,8 +33,16 @@ _MOST_SHOWN: Final = 20
 @click.command("diff")
 @click.argument("a")
 @click.argument("b")
-@click.option("--rtol", type=float, default=0.0, help="Relative tolerance. Default: every bit.")
-@click.option("--atol", type=float, default=0.0, help="Absolute tolerance. Default: every bit.")
+@click.option(
+    "--rtol",
+    type=float,
+    default=0.0,
+    metavar="NUMBER",
+    help="Tolerance relative to the value in B. Default: 0, and with --atol 0 every bit counts.",
+)
+@click.option(
+    "--atol", type=float, default=0.0, metavar="NUMBER", help="Absolute tolerance. Default: 0."
+)
 @states_option
 @click.option(
     "--rename",
@@ -89,12 +98,13 @@ def show_report(
     for name, path, catalog in zip("AB", paths, (report.a, report.b), strict=True):
         show_headline(page, f"{name} {path}", catalog)
     for name, only in (("A", report.only_a), ("B", report.only_b)):
-        for tensor, state in only[:_MOST_SHOWN]:
-            page.line(f"only in {name}: {tensor} ({state})", "warn")
-        _more(page, len(only))
+        lines = _only_in(only)
+        for line in lines[:_MOST_SHOWN]:
+            page.line(f"only in {name}: {line}", "warn")
+        _more(page, len(lines))
     if report.differences:
-        names = ("tensor", "state", "different", "first", "A", "B", "largest")
-        columns = [Column(name, is_number=name in {"A", "B", "largest"}) for name in names]
+        names = ("tensor", "state", "different", "first", "A", "B", "largest difference")
+        columns = [Column(name, is_number=name in names[4:]) for name in names]
         page.table(columns, [_row(row) for row in report.differences[:_MOST_SHOWN]])
         _more(page, len(report.differences))
     if report.verdict == "different":
@@ -114,6 +124,28 @@ def show_report(
     )
 
 
+def _only_in(only: Sequence[tuple[str, str]]) -> list[str]:
+    """One line for each tensor with its states, or for all of them where they lack the same ones.
+
+    Weights against a training checkpoint lack every optimizer state: that is one thing to say.
+    """
+    states: dict[str, list[str]] = {}
+    for tensor, state in only:
+        states.setdefault(tensor, []).append(state)
+    together = Counter(map(tuple, states.values()))
+    lines = [
+        f"{', '.join(kinds)} of {format_count(count, 'tensor')}"
+        for kinds, count in together.items()
+        if count > 1 and "weight" not in kinds
+    ]
+    lines += [
+        f"{tensor} ({', '.join(kinds)})"
+        for tensor, kinds in states.items()
+        if together[tuple(kinds)] == 1 or "weight" in kinds
+    ]
+    return lines
+
+
 def _more(page: Page, count: int) -> None:
     if count > _MOST_SHOWN:
         page.line(f"... and {count - _MOST_SHOWN} more; --json lists all")
@@ -124,7 +156,11 @@ def _difference_in_words(report: DiffReport) -> str:
     for name, only in (("A", report.only_a), ("B", report.only_b)):
         if only:
             parts.append(f"{format_count(len(only), 'array')} only in {name}")
-    return f"different: {', '.join(parts)}"
+    of_weights = ""
+    only = (*report.only_a, *report.only_b)
+    if only and not report.differences and all(state != "weight" for _, state in only):
+        of_weights = "; --states weights compares the weights alone"
+    return f"different: {', '.join(parts)}{of_weights}"
 
 
 def _row(row: ArrayDifference) -> list[str]:

@@ -35,12 +35,11 @@ class _Catalogue(click.Group):
         return list(CATALOGUE)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        del ctx
         entry = CATALOGUE.get(cmd_name)
         if entry is not None:
             return _command_of(entry)
         if os.sep not in cmd_name and not os.path.lexists(cmd_name):
-            return None
+            raise click.UsageError(f"no layout and no checkpoint is called {cmd_name!r}", ctx)
         from restride.cli.cuts import command_for  # noqa: PLC0415 - the catalogue reads no files
 
         return command_for(cmd_name)

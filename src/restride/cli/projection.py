@@ -55,7 +55,7 @@ def _show_work(page: Page, projection: ConvertProjection) -> None:
     is_full = projection.free_nbytes < projection.nbytes
     page.line(
         f"disk: {format_size(projection.nbytes)} needed, "
-        f"{format_size(projection.free_nbytes)} free",
+        f"{format_size(projection.free_nbytes)} free{', which is not enough' if is_full else ''}",
         "bad" if is_full else "",
     )
 

@@ -126,6 +126,8 @@ def _read(file: RangeFile, limits: Limits) -> TorchFile:
 
 def _require_zip(file: RangeFile) -> None:
     """Tell what else a checkpoint may be apart from a zip file, and say what to do."""
+    if not file.nbytes:
+        raise FormatError("is empty: a save that was interrupted, or a copy that failed")
     start = file.read(0, min(file.nbytes, 512))
     if start.startswith(_LEGACY_START) or start[257:262] == b"ustar":
         raise UnsupportedError("was saved in the format of torch before 1.6", remedy=_RESAVE)

@@ -395,7 +395,7 @@ def _left(folder: Path, target: Path, records: Sequence[Record]) -> ExistsError:
     if os.path.lexists(folder / _REPLACED) and not os.path.lexists(target):
         removing = f"; what was here is in {folder / _REPLACED}"
     return ExistsError(
-        f"an unfinished {first.get('what', 'output')} is here, {done} of {total} bytes done",
+        f"an unfinished {first.get('what', 'output')} is here, {done:,} of {total:,} bytes done",
         where=str(target),
         remedy=f"add --resume to continue{removing}",
     )

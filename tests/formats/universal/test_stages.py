@@ -366,6 +366,10 @@ def test_a_stage_that_there_is_not_is_refused(tmp_path):
         api.convert(source, tmp_path / "out", to="universal", stage=4)
     with pytest.raises(UnsupportedError, match="safetensors takes no stage; leave it out"):
         api.convert(source, tmp_path / "out", stage=3)
+    with pytest.raises(UnsupportedError, match="deepspeed takes no stage; say zero, or convert"):
+        api.convert(source, tmp_path / "out", to="deepspeed", stage=3)
+    with pytest.raises(UnsupportedError, match="universal takes no zero; say stage, or convert"):
+        api.convert(source, tmp_path / "out", to="universal", zero=3)
 
 
 def test_the_command_takes_a_stage(tmp_path):
