@@ -152,8 +152,8 @@ class Host:
         """Return when all parts are there.
 
         Args:
-            look_into: Reads back what a process noted that had done its part before this process
-                began, and did not come since.
+            look_into: Reads back what a process noted that has done its part and did not say so:
+                it had done it before this process began, or died at the very end.
 
         Raises:
             MissingProcessError: A process is missing, and nobody else works.
@@ -171,7 +171,7 @@ class Host:
             if unsure and not self._tasks:
                 found = look_into(unsure[0])
                 with self._changed:
-                    if not unsure[0].has_joined:  # if it has, it looks itself
+                    if unsure[0].is_complete:  # if it has come meanwhile, it looks itself
                         unsure[0].believe_only(found)
                 continue
             if self._stop.is_set():
@@ -238,7 +238,7 @@ class Host:
         if nbytes > self._told_nbytes:
             self._progress.skip(nbytes - self._told_nbytes, "what other processes write")
             self._told_nbytes = nbytes
-        late = [m for m in self._members if not m.has_joined and not m.is_done]
+        late = [m for m in self._members if m.is_missing and not (m.has_joined or m.is_complete)]
         waited = time.monotonic() - self._opened
         if late and waited > self._lead.wait_seconds and not self._is_late_told:
             self._is_late_told = True

@@ -91,7 +91,8 @@ class Member:
         total_nbytes: Bytes of its part, without what was there before.
         left_nbytes: Bytes of them that it did not note yet.
         has_joined: Whether it was answered.
-        is_sound: Whether what it noted may be believed: it looked itself, or process 0 did.
+        is_sound: Whether what it noted may be believed: it looked and finished, or process 0
+            looked.
         is_missing: Whether it is not there, as far as that can be told.
         missing_since: Since when, by the clock of this process.
         failure: What it says of its end, if it said something.
@@ -148,7 +149,7 @@ class Member:
         """What is the matter with it, for a sentence that begins with its name."""
         if self.failure is not None:
             return f"failed: {self.failure.get('text')}"
-        if not self.has_joined:
+        if not self.has_joined and not self._was_held:
             return "did not come"
         return (
             f"ended before its part was done, {self.left_nbytes} of {self.total_nbytes} bytes "
@@ -175,7 +176,8 @@ class Member:
         # A lock that was seen to be held is one that works between the two machines.
         is_free = held is False and self._was_held
         is_gone = not held and (is_free or self.failure is not None or silent > _SILENT_SECONDS)
-        self.is_missing = not self.has_joined or (not held and (is_gone or self._has_finished))
+        # Who was answered by an earlier process 0 holds its lock too, and may be at work.
+        self.is_missing = not held and (not self.has_joined or is_gone or self._has_finished)
         if self.is_missing and not was_missing:
             self._read()  # what it noted at last
             self.missing_since = time.monotonic()
@@ -204,7 +206,7 @@ class Member:
     def _read(self) -> None:
         is_new, records = self._reader.read()
         if is_new:
-            self._is_ours, self._has_finished = None, False
+            self._is_ours, self._has_finished, self.is_sound = None, False, False
             self._forget()
         if self._is_ours is None and records:
             self._is_ours = records[0] == self._head
@@ -221,7 +223,7 @@ class Member:
             case {"finished": {"word": word, "read_nbytes": int(read), "resumed_nbytes": int(old)}}:
                 if word in self._words:
                     self.read_nbytes, self.resumed_nbytes = read, old
-                    self._has_finished = True
+                    self._has_finished = self.is_sound = True
             case {"failed": {"word": word, **failure}}:
                 if word == self._word:
                     self.failure = {str(key): value for key, value in failure.items()}
@@ -245,8 +247,8 @@ class Member:
             return "has other options or sees another source, and was turned away"
         self._word = word
         self._words.add(word)
-        self.has_joined = self.is_sound = True
-        self.is_missing = self._was_held = self._has_finished = False
+        self.has_joined = True
+        self.is_missing = self.is_sound = self._was_held = self._has_finished = False
         self.failure = None
         self._sign = Sign(self._lock)
         companions.put_record(welcome, {"word": word, "run": team.run})

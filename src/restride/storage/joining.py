@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -110,18 +110,18 @@ def joined_output(
             return
         lock = companions.file_of(folder, LOCK, number)
         what = f"part {number} of {count} of {target}"
-        try:
-            with locked(lock, what=what, patience_seconds=LOCK_SECONDS):
-                joined = _enter(folder, target, purpose, answer, number, durable=durable)
-                if joined is not None:
-                    with Beat(lock, also=lambda: _stop_if_asked(folder, number, stop)):
-                        try:
-                            yield joined
-                        finally:
-                            joined.place.close()
-                    return
-        except FileNotFoundError:
-            continue  # process 0 has ended meanwhile; another one may come
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(lock, what=what, patience_seconds=LOCK_SECONDS))
+            except FileNotFoundError:
+                continue  # process 0 has ended meanwhile; another one may come
+            joined = _enter(folder, target, purpose, answer, number, durable=durable)
+            if joined is None:
+                continue
+            stack.callback(joined.place.close)
+            with Beat(lock, also=lambda: _stop_if_asked(folder, number, stop)):
+                yield joined
+            return
 
 
 def _stop_if_asked(folder: Path, number: int, stop: Event) -> None:
