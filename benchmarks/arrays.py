@@ -5,10 +5,10 @@
 Every case is one tensor cut by one layout. What is timed is the whole call into memory that is used
 again, checks and planning of views included; plans are made beforehand. `memcpy` moves the same
 bytes between two plain buffers. `copy_` is what a careful user of torch would write by hand for the
-same case: one `copy_` for each strided view. Everything of a case runs in turn in every round. One
-thread is timed by the processor time it takes, so that other work on the machine counts less, and
-medians over the rounds are shown. Two, each with every second rank, are timed by the clock, and the
-best rounds are shown: those in which both of them had a core.
+same case: one `copy_` for each strided view. Everything of a case runs in every
+round, in an order that is drawn. One thread is timed by the processor time it takes, two, each with
+every second rank, by the clock. The best rounds are shown: those that other work on the machine
+disturbed least, and in which both threads had a core.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,10 +65,6 @@ def in_turn(calls: dict[str, Callable[[], Any]], threads: int) -> dict[str, list
             if number:
                 taken[name].append(clock() - start)
     return taken
-
-
-def typical(seconds: list[float], threads: int) -> float:
-    return statistics.median(seconds) if threads == 1 else min(seconds)
 
 
 def without_kernel(call: Callable[[], Any]) -> Callable[[], None]:
@@ -178,8 +173,8 @@ def measure(layout: Layout, target: Layout, dtype: str, threads: int) -> dict[st
     if threads == 1 and not torch.equal(again.view(-1), full.view(-1)):
         raise SystemExit("rebuilt something else")
     nbytes = full.numel() * full.itemsize
-    memcpy = typical(taken.pop("memcpy"), threads)
-    ratios = {name: memcpy / typical(seconds, threads) for name, seconds in taken.items()}
+    memcpy = min(taken.pop("memcpy"))
+    ratios = {name: memcpy / min(seconds) for name, seconds in taken.items()}
     return {"memcpy_gb_s": nbytes / memcpy / 1e9, **ratios}
 
 
@@ -206,7 +201,7 @@ def digests(nbytes: int = 1 << 28, buffer_nbytes: int = 1 << 20) -> dict[str, fl
                 calls[f"{dtype}, {place}, {threads}, NumPy"] = without_kernel(call)
             for name, seconds in in_turn(calls, threads).items():
                 moved = sum(b.nbytes for b in (hot if "cache" in name else parts))
-                found[name] = moved / typical(seconds, threads) / 1e9
+                found[name] = moved / min(seconds) / 1e9
     return found
 
 
