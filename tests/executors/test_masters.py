@@ -186,7 +186,7 @@ def test_a_budget_that_is_too_small_names_the_one_that_is_enough(sample):
     plans = plan_masters(catalog, budget_nbytes=needed)
     assert plans is not None
     assert plans.projected_nbytes <= needed
-    with pytest.raises(BudgetError, match=f"at least {needed}"):
+    with pytest.raises(BudgetError, match=f"at least {needed:,} bytes"):
         plan_masters(catalog, budget_nbytes=needed - 1)
 
 
