@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from restride import __version__, api
+from restride.arrays import _kernel
 from restride.cli import _app
 from restride.errors import CorruptError
 from restride.testing.command_line import run
@@ -31,11 +32,19 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
     assert bare == asked
     assert bare.code == 0
     assert all(f"  {name} " in bare.out for name in ("info", "check", "convert", "layouts", "demo"))
-    assert "0 fine, 1 a finding, 2 refused or failed" in bare.out
+    assert "0 fine, 1 a finding, 2 refused or failed, 130 stopped" in bare.out
 
 
-def test_the_version_is_that_of_the_package() -> None:
-    assert run("--version").out == f"restride, version {__version__}\n"
+@pytest.mark.parametrize(
+    ("has_kernel", "words"),
+    [(1, "C kernel in use"), (0, "no C kernel: NumPy instead, slower")],
+)
+def test_the_version_is_that_of_the_package_and_says_what_copies_the_bytes(
+    monkeypatch: pytest.MonkeyPatch, has_kernel: int, words: str
+) -> None:
+    monkeypatch.setattr(_kernel, "is_available", has_kernel)
+
+    assert run("--version").out == f"restride, version {__version__} ({words})\n"
 
 
 @pytest.mark.parametrize("name", _app.COMMANDS)

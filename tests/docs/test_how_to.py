@@ -32,6 +32,17 @@ def on_four_ranks(source: Path, folder: Path) -> None:
     api.convert(source, folder, to="deepspeed", tp=1, dp=4, ep=4, zero=1)
 
 
+def beside_an_earlier_save(source: Path, folder: Path) -> None:
+    """The model file is of another run, which had the same model on other ranks."""
+    other = folder.parent / "other"
+    api.convert(source.parent / "llama_tp2_z1", other, to="deepspeed", tp=1, dp=2, zero=1)
+    shutil.copytree(source, folder.parent / "before")
+    shutil.copytree(source, folder)
+    name = "step/mp_rank_00_model_states.pt"
+    shutil.copy(other / name, folder / name)
+    shutil.rmtree(other)
+
+
 SETTINGS = {
     "safetensors.md": ("llama_tp1dp2_z3", "checkpoint-500", as_the_trainer_leaves_it),
     "fewer-gpus.md": ("llama_tp1dp2_z2", "checkpoint", shutil.copytree),
@@ -39,9 +50,14 @@ SETTINGS = {
     "experts.md": ("mixtral_ep2_z1", "checkpoint", on_four_ranks),
     "replicas.md": ("gptbigcode_tp2_z1", "checkpoint", shutil.copytree),
     "several-machines.md": ("llama_tp2_z1", "checkpoint", shutil.copytree),
+    "wrong-loss.md": ("llama_tp1dp2_z1", "checkpoint", beside_an_earlier_save),
 }
 # What a page shows that exits with 1.
-FINDINGS = {("replicas.md", "restride check checkpoint")}
+FINDINGS = {
+    ("replicas.md", "restride check checkpoint"),
+    ("wrong-loss.md", "restride check checkpoint"),
+    ("wrong-loss.md", "restride diff before checkpoint --states weights"),
+}
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in PAGES.iterdir()))

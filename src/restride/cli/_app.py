@@ -54,14 +54,32 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
+def _show_version(context: click.Context, parameter: click.Parameter, is_asked: bool) -> None:  # noqa: FBT001 - click calls it so
+    del parameter
+    if not is_asked or context.resilient_parsing:
+        return
+    from restride.arrays import _kernel  # noqa: PLC0415 - nothing else here needs NumPy
+
+    kernel = "C kernel in use" if _kernel.is_available else "no C kernel: NumPy instead, slower"
+    click.echo(f"restride, version {__version__} ({kernel})")
+    context.exit()
+
+
 @click.group(
     cls=_LazyGroup,
     invoke_without_command=True,
     subcommand_metavar="COMMAND ...",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 fine, 1 a finding, 2 refused or failed.",
+    epilog="Exit codes: 0 fine, 1 a finding, 2 refused or failed, 130 stopped by ^C or SIGTERM.",
 )
-@click.version_option(__version__, prog_name="restride")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and whether the C kernel is in use, and exit.",
+)
 @click.pass_context
 def _root(context: click.Context) -> None:
     """Describe, prove and move the tensors of distributed training checkpoints."""

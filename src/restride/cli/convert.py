@@ -72,7 +72,7 @@ _MOST_SHOWN: Final = 12
     "--zero",
     type=click.IntRange(min=0, max=3),
     metavar="STAGE",
-    help="ZeRO stage, 0 to 3. Default: as in CHECKPOINT.",
+    help="ZeRO stage of DeepSpeed's own files, 0 to 3. Default: as in CHECKPOINT.",
 )
 @cut_options
 @click.option(
@@ -85,9 +85,13 @@ _MOST_SHOWN: Final = 12
     "--states",
     type=click.Choice(["weights", "all"]),
     help="Of safetensors the weights alone (default), or the master copies and optimizer states "
-    "too.",
+    "too. The other formats have all of them.",
 )
-@click.option("--dtype", help="Type of the weights: float32, bfloat16, ... Default: as trained.")
+@click.option(
+    "--dtype",
+    metavar="DTYPE",
+    help="Type of the weights: float32, bfloat16, float16 or float64. Default: as trained.",
+)
 @click.option(
     "--max-shard-size",
     metavar="SIZE",
@@ -112,29 +116,33 @@ _MOST_SHOWN: Final = 12
     "that matches decides.",
 )
 @workers_option
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option(
-    "--resume", is_flag=True, help="Go on where a run that was stopped or killed left it."
+    "--force",
+    is_flag=True,
+    help="Replace OUT if it exists; throw away what an unfinished run left.",
+)
+@click.option(
+    "--resume", is_flag=True, help="Go on where a run that was stopped or killed left it, or begin."
 )
 @click.option(
     "--no-sync",
     is_flag=True,
-    help="Do not wait for the disk. Faster; a kill loses nothing, but if the machine dies soon "
-    "after, OUT may be there in part (`restride check` tells).",
+    help="Do not wait until the disk has it: faster. A kill loses nothing; if the machine dies "
+    "soon after, a part of OUT may be missing, which `restride check` finds.",
 )
 @click.option(
     "--process",
     metavar="N/M",
     callback=as_process,
-    help="Write part N of M, from 0, with M - 1 others that share the file system. Default: as "
-    "torchrun (RANK, WORLD_SIZE) or srun say; 0/1 is one process alone.",
+    help="Be process N of M, counted from 0: each writes a part of OUT, on a file system that all "
+    "of them see. Default: as torchrun (RANK, WORLD_SIZE) or srun say; 0/1 is one process alone.",
 )
 @click.option(
     "--wait",
     type=click.FloatRange(min=0),
     default=120.0,
     metavar="SECONDS",
-    help="How long to wait for another process that is not there. Default: 120.",
+    help="How long to wait for another process that does not come, or has died. Default: 120.",
 )
 @click.option(
     "--executor",
