@@ -33,7 +33,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert not loaded & (HEAVY | {"click"})
 
 
-@pytest.mark.parametrize("arguments", ["['--help']", "[]", "['--version']", "['frob']"])
+@pytest.mark.parametrize("arguments", ["['--help']", "[]", "['frob']"])
 def test_help_and_usage_errors_load_nothing_heavy(arguments: str) -> None:
     loaded = loaded_after(
         "import restride.cli; sys.stderr = io.StringIO(); restride.cli.main(" + arguments + ")"
@@ -41,6 +41,12 @@ def test_help_and_usage_errors_load_nothing_heavy(arguments: str) -> None:
 
     assert "click" in loaded
     assert not loaded & HEAVY
+
+
+def test_the_version_loads_no_more_than_the_kernel_needs() -> None:
+    loaded = loaded_after("import restride.cli; restride.cli.main(['--version'])")
+
+    assert loaded & HEAVY <= {"numpy"}
 
 
 def test_the_algebra_and_the_layouts_load_no_arrays() -> None:
