@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from restride import __version__, api
@@ -57,6 +58,24 @@ def test_a_command_is_helped_in_the_words_of_the_list(name: str) -> None:
     assert ran.code == 0
     assert _app.COMMANDS[name] in ran.out
     assert "--json" in ran.out
+
+
+def test_the_help_of_a_conversion_has_every_option_once_under_a_heading() -> None:
+    command = importlib.import_module("restride.cli.convert").command
+    options = [option for option in command.params if isinstance(option, click.Option)]
+
+    lines = run("convert", "--help").out.splitlines()
+
+    starts = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert sorted(starts) == sorted(option.opts[0] for option in options)
+    headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert headings == [
+        "What is written:",
+        "For which ranks (--to deepspeed):",
+        "How it is written:",
+        "By several processes:",
+        "Options:",
+    ]
 
 
 @pytest.mark.parametrize(

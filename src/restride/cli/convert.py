@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import click
 
@@ -24,6 +24,7 @@ from restride.cli.output import open_page, write_json
 from restride.cli.processes import Process, as_process, open_executor, process_of
 from restride.cli.progress import open_progress
 from restride.cli.projection import show_projection
+from restride.cli.sections import SectionedCommand
 from restride.cli.signals import stop_on_signals
 from restride.cli.sizes import format_count, format_duration, format_rate, format_size
 from restride.errors import MissingProcessError, RestrideError
@@ -40,7 +41,21 @@ __all__ = ["command", "show_report"]
 _MOST_SHOWN: Final = 12
 
 
-@click.command("convert")
+class _Convert(SectionedCommand):
+    sections: ClassVar = {
+        "What is written": (
+            *("to", "states", "dtype", "max_shard_size", "stage", "replicas"),
+            "optimizer_transform",
+        ),
+        "For which ranks (--to deepspeed)": (
+            *("tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"),
+        ),
+        "How it is written": ("dry_run", "resume", "force", "no_sync", "memory", "workers"),
+        "By several processes": ("process", "wait", "executor", "parts"),
+    }
+
+
+@click.command("convert", cls=_Convert)
 @click.argument("checkpoint")
 @click.argument("out")
 @click.option(
