@@ -182,6 +182,19 @@ def test_a_pool_whose_process_dies_is_an_error_from_which_one_goes_on(tmp_path, 
     assert tree(out) == reference
 
 
+def test_a_pool_that_is_shut_down_between_two_parts_is_an_error_of_ours(tmp_path):
+    class ShutDown(ThreadPoolExecutor):
+        def submit(self, function, *arguments):
+            if arguments and arguments[0].number == 2:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            return super().submit(function, *arguments)
+
+    with ShutDown(2) as executor, pytest.raises(ExecutionError, match=r"no more parts \(cannot"):
+        api.convert(SAMPLE, tmp_path / "out", executor=executor, parts=3, **OPTIONS)
+
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("parts", [2, 3])
 def test_an_executor_goes_on_with_what_another_one_left(tmp_path, reference, parts):
     out = tmp_path / "out"

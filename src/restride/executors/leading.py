@@ -125,7 +125,11 @@ class Host:
         return self._members
 
     def open(self, team: Team, ledger: Ledger) -> None:
-        """Let the others begin: the journal names the team, and all files are there."""
+        """Let the others begin: the journal names the team, and all files are there.
+
+        Raises:
+            ExecutionError: The executor takes no parts.
+        """
         members = [
             Member(self._place.folder, team, number, ledger) for number in range(1, team.count)
         ]
@@ -133,7 +137,10 @@ class Host:
             self._members, self._team = members, team
             self._opened = time.monotonic()
         if self._lead.start is not None:
-            self._tasks = self._lead.start()
+            try:
+                self._tasks = self._lead.start()
+            except RuntimeError as error:  # it was shut down, or its processes died
+                raise ExecutionError(f"the executor takes no more parts ({error})") from error
 
     def require_sound(self) -> None:
         """Say why the run was stopped, if it was because of another process.
