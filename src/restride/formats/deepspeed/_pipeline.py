@@ -295,6 +295,7 @@ def _require_all(folder: TagFolder, grid: Grid, opened: Sequence[OpenedModel]) -
         raise CorruptError(
             f"{len(missing)} of {grid.size} model files are missing: {names}",
             where=str(folder.path),
+            remedy="add them: on disks that are not shared, each machine saves its own ranks",
         )
 
 
