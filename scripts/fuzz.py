@@ -73,6 +73,7 @@ _LONGEST_OTHER = 4096
 _MOST_SECONDS = 5.0
 _MOST_NBYTES = 512 << 20
 _NOTED_EVERY = 2.0
+_MOST_STARTS = 50
 _COVERAGE = re.compile(r"\bcov: (\d+) ft: (\d+)")
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made in it, to spare the disk
 
@@ -327,11 +328,10 @@ def fuzz(options: _Options) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     log = _Log(options.out / "log.txt")
     log.write(f"seed {options.seed}, {options.seconds:g} s, {', '.join(names)}")
-    ends = time.monotonic() + options.seconds
     found = 0
-    for place, name in enumerate(names):
-        shares = [_TARGETS[other].share for other in names[place:]]
-        seconds = (ends - time.monotonic()) * shares[0] / sum(shares)
+    shares = {name: _TARGETS[name].share for name in names}
+    for name in names:
+        seconds = options.seconds * shares[name] / sum(shares.values())
         result = _fuzz_one(name, seconds, options, log)
         log.write(*result.lines())
         found += len(result.finds)
@@ -354,10 +354,11 @@ class _Log:
 
 def _fuzz_one(name: str, seconds: float, options: _Options, log: _Log) -> Result:
     result = Result(name)
-    ends = time.monotonic() + seconds
     noted = options.out / f"{name}.json"
-    seed = options.seed
-    while (left := ends - time.monotonic()) > 1:
+    for seed in range(options.seed, options.seed + _MOST_STARTS):
+        left = seconds - result.seconds
+        if left < _NOTED_EVERY and seed > options.seed:
+            break
         noted.unlink(missing_ok=True)
         scratch = tempfile.mkdtemp(dir=_MEMORY if _MEMORY.is_dir() else None)
         command = [sys.executable, __file__, "--child", name, "--seconds", f"{left:.1f}"]
@@ -377,7 +378,6 @@ def _fuzz_one(name: str, seconds: float, options: _Options, log: _Log) -> Result
         if code == 0:
             (options.out / f"died-{name}-of").unlink(missing_ok=True)
             break
-        seed += 1
         _keep_death(name, code, text, result, options.out)
         log.write(f"{name}: the process ended with {code}; it is started again")
     return result
