@@ -351,7 +351,7 @@ def _submit(executor: PartExecutor, order: _PartOrder, first: Record) -> Mapping
         path=str(path),
         out=str(out),
         wanted=replace(wanted, config=config, rules=rules),
-        said={key: first[key] for key in ("what", "options")},
+        said={"options": first["options"]},
     )
     return {
         number: executor.submit(_run_part, replace(order, number=number))

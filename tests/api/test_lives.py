@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -126,6 +127,21 @@ def test_what_a_process_noted_that_died_before_it_looked_is_not_believed(tmp_pat
 
     api.convert(SAMPLE, out, **OPTIONS)
     assert tree(out) == written_alone(tmp_path)
+
+
+def test_the_source_may_have_other_names_for_other_processes(tmp_path, threads):
+    out, link = tmp_path / "out", tmp_path / "link"
+    link.symlink_to(Path(SAMPLE).resolve())
+    options = {**OPTIONS, "wait_seconds": 30}
+    member = threads.submit(
+        api.convert, link, tmp_path / "x" / ".." / "out", process=(1, 2), **options
+    )
+
+    takes_part(out, 0)
+
+    assert member.result(30).written_nbytes
+    assert tree(out) == written_alone(tmp_path)
+    assert api.convert(link, out, **options).read_nbytes == 0
 
 
 def test_a_missing_file_of_whoever_watches_a_part_is_that_error_and_no_absence_of_the_first(

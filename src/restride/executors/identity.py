@@ -92,8 +92,9 @@ def differs_from(ours: Record, theirs: Record) -> str:
 
 
 def job_digest(first: Record) -> str:
-    """32 digits for the first record of a journal."""
-    content = json.dumps(first, sort_keys=True).encode()
+    """32 digits for the first record of a journal, by whatever path the source was named."""
+    meant = {key: value for key, value in first.items() if key != "what"}
+    content = json.dumps(meant, sort_keys=True).encode()
     return blake2b(content, digest_size=16).hexdigest()
 
 
