@@ -109,6 +109,9 @@ def main() -> None:
         size = [f"--hidden={hidden}", f"--layers={layers}"]
         measure([sys.executable, str(Path(__file__).with_name("synthetic.py")), str(source), *size])
         nbytes = sum(path.stat().st_size for path in (source / "step").iterdir())
+        for command in contenders(source, out).values():
+            if "restride" in command:
+                measure([*command, "--dry-run"])  # compiles its modules
         results: dict[str, list[Usage]] = {}
         firsts: dict[str, list[float]] = {}
         for _ in range(a.rounds):

@@ -16,6 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
+_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+
+
 @dataclass(frozen=True)
 class Usage:
     """What a command and its children took."""
@@ -28,13 +31,17 @@ class Usage:
 
 
 def measure(command: list[str], environment: dict[str, str] | None = None) -> Usage:
-    """Run `command` in a fresh process tree; its output goes to stderr only if it fails."""
+    """Run `command` in a fresh process tree; its output goes to stderr only if it fails.
+
+    Modules are compiled once and kept, as where a package is installed, whatever the shell says.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != _NO_BYTECODE}
     done = subprocess.run(
         [sys.executable, __file__, *command],
         check=True,
         capture_output=True,
         text=True,
-        env={**os.environ, **(environment or {})},
+        env={**kept, **(environment or {})},
     )
     return Usage(**json.loads(done.stdout.splitlines()[-1]))
 
