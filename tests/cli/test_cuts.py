@@ -247,7 +247,7 @@ def test_a_rule_file_that_is_none_is_refused(checkpoint: Path, content: bytes, w
         (("--tp", "0"), "0 is not in the range x>=1"),
         (("--tp", "4", "--grain", "0"), "0 is not in the range x>=1"),
         (("--tp", "4", "--config", "none.json"), "none.json: cannot be opened"),
-        (("--tp", "4", "--no-plan"), "plan=False says how the preset"),
+        (("--tp", "4", "--no-plan"), "--no-plan says how the preset"),
         (("--tp", "4"), "give the config.json of the model (the names are those of codegen)"),
     ],
 )

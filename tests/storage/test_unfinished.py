@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from restride.checkpoint.output import Output, OutputFile
 from restride.errors import ExecutionError, ExistsError, PlanError
-from restride.storage.unfinished import Purpose, unfinished_output
+from restride.storage.unfinished import Purpose, require_startable, unfinished_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -234,6 +235,39 @@ def test_a_place_where_nothing_can_be_written_is_an_error_that_names_it(tmp_path
     assert tree(tmp_path) == {"file": b""}
 
 
+def test_a_place_where_no_folder_can_be_made_is_told_as_the_system_tells_it() -> None:
+    with pytest.raises(ExecutionError, match=r"/proc/out.partial: cannot be created \(No such"):
+        write(Path("/proc/out"), b"")
+
+
+def test_a_place_that_cannot_be_written_into_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_startable(tmp_path / "new" / "out")
+    (tmp_path / "file").touch()
+    with pytest.raises(ExecutionError, match="file: is not a directory; name another output"):
+        require_startable(tmp_path / "file" / "out")
+
+    monkeypatch.setattr(os, "access", lambda place, _: place != tmp_path)
+    with pytest.raises(ExecutionError, match=f"^{tmp_path}: cannot be written into: permission"):
+        require_startable(tmp_path / "new" / "out")
+
+
+def test_a_user_without_a_home_may_replace_an_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    write(tmp_path / "out", b"old")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+
+    write(tmp_path / "out", b"new", force=True)
+
+    assert tree(tmp_path / "out") == {"a/b.bin": b"new"}
+
+
 def test_the_root_of_all_files_is_not_replaced() -> None:
     for force in (False, True):
         with pytest.raises(ExistsError, match="/: cannot be replaced"):
@@ -251,7 +285,7 @@ def test_an_interrupt_from_the_keyboard_leaves_nothing(tmp_path: Path) -> None:
         "import signal, sys, time\n"
         # A shell that runs the tests in the background has the signal ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from restride.storage.unfinished import Purpose, unfinished_output\n"
+        "from restride.storage.unfinished import Purpose, require_startable, unfinished_output\n"
         "purpose = Purpose({}, lambda _: '', lambda _: False)\n"
         "with unfinished_output(sys.argv[1], purpose) as place:\n"
         "    place.begin([{}])\n"

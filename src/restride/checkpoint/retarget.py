@@ -120,7 +120,8 @@ def retarget(
         require_int("grain", grain, at_least=1)
     if plan is not None and config is None:
         raise RuleError(
-            f"plan={plan} says how the preset of a model is taken, and there is no model",
+            f"{'--plan' if plan else '--no-plan'} says how the preset of a model is taken, and "
+            "there is no model",
             remedy="give the config.json of the model, or leave it out",
         )
     return _Retargeting(catalog, tp, config, rules, plan, grain).run()

@@ -15,7 +15,7 @@ from restride.storage.output_files import sync_path, translated
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["make_parents", "put_in_place", "require_free"]
+__all__ = ["make_parents", "put_in_place", "require_free", "require_writable"]
 
 _TARGET_IN_USE: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
@@ -44,13 +44,33 @@ def require_free(target: Path, *, force: bool, inputs: Iterable[Path]) -> None:
     require_no_input(target, inputs)
 
 
+def require_writable(target: Path) -> None:
+    """Refuse a place where nothing can be made, before anything is planned.
+
+    Raises:
+        ExecutionError: What of the path is there is no folder, or cannot be written into.
+    """
+    there = next(parent for parent in target.parents if os.path.lexists(parent))
+    if not there.is_dir():
+        raise ExecutionError("is not a directory", where=str(there), remedy="name another output")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ExecutionError(
+            "cannot be written into: permission denied, or a read-only file system",
+            where=str(there),
+            remedy="name another output",
+        )
+
+
 def require_no_input(folder: Path, inputs: Iterable[Path]) -> None:
     """Refuse to delete a folder that something is needed of.
 
     Raises:
         ExistsError: It is an input, the working directory or the home directory, or holds one.
     """
-    for kept in (*inputs, Path.cwd(), Path.home()):
+    homes = []
+    with suppress(RuntimeError):  # a user without a name, as in a container, may have none
+        homes.append(Path.home())
+    for kept in (*inputs, Path.cwd(), *homes):
         if kept.is_relative_to(folder):
             raise ExistsError(
                 f"replacing the directory would delete {kept}",

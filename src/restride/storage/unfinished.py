@@ -28,7 +28,13 @@ from typing import TYPE_CHECKING, Final
 
 from restride.errors import ExecutionError, ExistsError
 from restride.storage import companions
-from restride.storage._places import make_parents, put_in_place, require_free, require_no_input
+from restride.storage._places import (
+    make_parents,
+    put_in_place,
+    require_free,
+    require_no_input,
+    require_writable,
+)
 from restride.storage.journal import Journal, read_journal
 from restride.storage.locks import locked
 from restride.storage.output_files import OutputFiles, sync_path, translated
@@ -315,6 +321,7 @@ def require_startable(
             the first record.
     """
     target = Path(os.path.realpath(final))
+    require_writable(target)
     folder = partial_folder(target)
     records = read_journal(folder / _JOURNAL)
     if records and not force and not resume and (folder / _FILES).exists():
@@ -412,8 +419,8 @@ def _held(folder: Path, target: Path, patience_seconds: float) -> Iterator[None]
     for _ in range(_MOST_TRIES):
         with ExitStack() as stack:
             with translated("cannot be created", folder):
+                folder.mkdir(exist_ok=True)
                 try:
-                    folder.mkdir(exist_ok=True)
                     _require_ours(folder)
                     stack.enter_context(
                         locked(folder / _LOCK, what=str(target), patience_seconds=patience_seconds)

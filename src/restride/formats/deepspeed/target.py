@@ -55,7 +55,7 @@ class DeepSpeedTarget:
             )
         if self.dp % self.ep:
             raise UnsupportedError(
-                f"{self.ep} expert-parallel ranks do not divide {self.dp} data-parallel ranks",
+                f"dp={self.dp} cannot be divided into groups of ep={self.ep}",
                 remedy="choose --dp as a multiple of --ep",
             )
         if self.ep > 1 and self.tp > 1:
