@@ -109,6 +109,32 @@ def test_wrong_usage_is_one_sentence_with_a_way_out(arguments: list[str], words:
     assert_one_sentence(ran.err)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_a_system_without_memory_or_threads_is_one_sentence_and_no_finding(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def exhausted(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(api, "open", exhausted)
+    ran = run("info", "anything")
+
+    assert ran.code == 2
+    assert ran.err.startswith("restride: the system gives no more memory or threads; ")
+    assert_one_sentence(ran.err)
+
+
+def test_an_error_that_is_ours_to_mend_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(api, "open", broken)
+    with pytest.raises(RuntimeError, match="changed size"):
+        run("info", "anything")
+
+
 @pytest.mark.parametrize("command", ["info", "check"])
 def test_a_path_that_is_not_there_is_named(tmp_path: Path, command: str) -> None:
     ran = run(command, tmp_path / "gone")

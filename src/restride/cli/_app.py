@@ -34,6 +34,13 @@ COMMANDS: Final = {
 }
 
 
+# Not a code of 1, which Python would end with: that is a finding.
+_EXHAUSTED: Final = (
+    "the system gives no more memory or threads; raise the limits of this job (ulimit, cgroup), or "
+    "give fewer --workers and less --memory"
+)
+
+
 class _LazyGroup(click.Group):
     """A group that imports the module of a command when the command is asked for."""
 
@@ -105,11 +112,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sentence = str(error)
     except OSError as error:
         sentence = _os_sentence(error)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_exhausted(error):
+            raise
+        sentence = _EXHAUSTED
     except KeyboardInterrupt as error:
         notes: list[str] = getattr(error, "__notes__", [])
         sentence, code = "; ".join(("interrupted", *notes)), ExitCode.INTERRUPTED
     sys.stderr.write(f"restride: {printable(sentence)}\n")
     return code
+
+
+def _is_exhausted(error: MemoryError | RuntimeError) -> bool:
+    return isinstance(error, MemoryError) or str(error) == "can't start new thread"
 
 
 def _make_writable() -> None:
