@@ -320,7 +320,11 @@ def _one_dtype(found: Sequence[tuple[DType, str]], where: str) -> DType:
     first, first_place = found[0]
     for dtype, place in found:
         if dtype != first:
-            raise CorruptError(f"is {dtype} in {place} and {first} in {first_place}", where=where)
+            raise CorruptError(
+                f"is {dtype} in {place} and {first} in {first_place}",
+                where=where,
+                remedy="put all files of one save, and only those, into the folder",
+            )
     return first
 
 
