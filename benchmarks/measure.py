@@ -15,7 +15,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 
