@@ -182,6 +182,24 @@ def test_a_pool_whose_process_dies_is_an_error_from_which_one_goes_on(tmp_path, 
     assert tree(out) == reference
 
 
+def test_parts_that_an_executor_never_begins_are_missed_when_nobody_else_works(tmp_path, reference):
+    class Forgets(ThreadPoolExecutor):
+        def submit(self, function, *arguments):
+            if arguments and arguments[0].number > 1:
+                return Future()
+            return super().submit(function, *arguments)
+
+    out = tmp_path / "out"
+    with (
+        Forgets(1) as executor,
+        pytest.raises(MissingProcessError, match="parts 2 and 3 of 3 did not come within 1 s"),
+    ):
+        api.convert(SAMPLE, out, executor=executor, parts=3, **{**OPTIONS, "wait_seconds": 1})
+
+    assert api.convert(SAMPLE, out, resume=True, **OPTIONS).resumed_nbytes
+    assert tree(out) == reference
+
+
 def test_a_pool_that_is_shut_down_between_two_parts_is_an_error_of_ours(tmp_path):
     class ShutDown(ThreadPoolExecutor):
         def submit(self, function, *arguments):

@@ -270,11 +270,14 @@ class Host:
         for number, task in self._tasks.items():
             if task.done() and not self._members[number - 1].is_done:
                 self._raise_error_of(task, self._members[number - 1])
-        now = time.monotonic()
-        missing = [m for m in self._members if m.is_missing and not m.is_done]
-        works = [m for m in self._members if not m.is_missing]
-        since = max((max(m.missing_since, self._opened) for m in missing), default=now)
-        if missing and not works and not self._tasks and now - since > self._lead.wait_seconds:
+        if not all(member.is_missing for member in self._members):
+            return
+        missing = [member for member in self._members if not member.is_done]
+        # A part that an executor has not begun may have waited for any other one to end.
+        waited_for = self._members if self._tasks else missing
+        since = max((member.missing_since for member in waited_for), default=0.0)
+        waited = time.monotonic() - max(since, self._opened)
+        if missing and waited > self._lead.wait_seconds:
             raise self._lost(missing)
 
     def _raise_error_of(self, task: Started, member: Member) -> None:
@@ -298,7 +301,8 @@ class Host:
     def _lost(self, missing: Sequence[Member]) -> MissingProcessError:
         first = missing[0]
         words = first.words if len(missing) == 1 else "are missing"
-        if self._tasks and not first.has_joined:
+        task = self._tasks.get(first.number)
+        if task is not None and task.done() and not first.has_joined:
             words = "ended in the executor before it began"
         elif all(not member.has_joined for member in missing):
             words = f"did not come within {self._lead.wait_seconds:.0f} s"
