@@ -129,6 +129,20 @@ def test_what_a_process_noted_that_died_before_it_looked_is_not_believed(tmp_pat
     assert tree(out) == written_alone(tmp_path)
 
 
+def test_an_error_of_who_is_told_of_another_process_ends_the_run(tmp_path, threads):
+    class Cannot(NullObserver):
+        def on_notice(self, event, /):
+            raise ValueError(event.message)
+
+    out = tmp_path / "out"
+    leader = threads.submit(takes_part, out, 0, observer=Cannot())
+    member = threads.submit(takes_part, out, 1, observer=Dies(lambda: True))
+
+    assert isinstance(member.exception(30), OSError)
+    with pytest.raises(ValueError, match="process 1 of 2 failed: died here"):
+        leader.result(20)
+
+
 def test_the_source_may_have_other_names_for_other_processes(tmp_path, threads):
     out, link = tmp_path / "out", tmp_path / "link"
     link.symlink_to(Path(SAMPLE).resolve())

@@ -95,7 +95,7 @@ class Host:
         self._tasks: Mapping[int, Started] = {}
         self._changed = Condition()
         self._is_ending = False
-        self._problem: RestrideError | OSError | None = None
+        self._problem: Exception | None = None
         self._told_nbytes = 0
         self._opened = time.monotonic()
         self._is_late_told = False
@@ -148,6 +148,7 @@ class Host:
         Raises:
             RestrideError: A process failed, and would fail again.
             ExecutionError: What the others do cannot be seen.
+            Exception: The observer raised it where it was told of that.
         """
         with self._changed:
             if self._problem is not None:
@@ -219,7 +220,7 @@ class Host:
                     return
                 try:
                     is_news = self._look()
-                except (OSError, RestrideError) as error:
+                except Exception as error:  # noqa: BLE001 - raised by whoever waits
                     self._problem = error
                     self._stop.set()
                     self._changed.notify_all()
