@@ -9,10 +9,10 @@ when nobody else works and one that is missing did not come back for a while.
 from __future__ import annotations
 
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Condition, Thread
+from threading import Condition
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from restride.errors import ExecutionError, MissingProcessError, RestrideError, StoppedError
@@ -95,13 +95,13 @@ class Host:
         self._tasks: Mapping[int, Started] = {}
         self._changed = Condition()
         self._is_ending = False
-        self._problem: Exception | None = None
+        self._problem: BaseException | None = None
         self._told_nbytes = 0
         self._opened = time.monotonic()
         self._is_late_told = False
         # On its own: an observer that keeps this process waiting does not make it look dead.
         self._beat = Beat(place.folder / LOCK)
-        self._thread = Thread(target=self._keep_looking, name="restride-host", daemon=True)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="restride-host")
 
     def __enter__(self) -> Self:
         for path in list(self._place.folder.iterdir()):
@@ -109,14 +109,14 @@ class Host:
             if path.name.partition(".")[0] in {HELLO, WELCOME, STOP}:
                 path.unlink(missing_ok=True)
         self._beat.__enter__()
-        self._thread.start()
+        self._thread.submit(self._keep_looking)
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.shutdown()
         self._beat.__exit__()
 
     @property
@@ -220,11 +220,11 @@ class Host:
                     return
                 try:
                     is_news = self._look()
-                except Exception as error:  # noqa: BLE001 - raised by whoever waits
-                    self._problem = error
+                except BaseException as error:
+                    self._problem = error  # raised by `require_sound`
                     self._stop.set()
                     self._changed.notify_all()
-                    return
+                    raise
                 most = max(_MOST_SECONDS, _SECONDS_PER_MEMBER * len(self._members))
                 pause = _FIRST_SECONDS if is_news else min(most, pause * 1.2)
                 self._changed.wait(pause)
