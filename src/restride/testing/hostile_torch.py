@@ -46,7 +46,7 @@ def hostile_torch_files() -> tuple[Hostile, ...]:
 
 def _other_files() -> Iterator[Hostile]:
     """Files that are something else."""
-    yield Hostile("empty_file", b"", "is not a file of torch.save")
+    yield Hostile("empty_file", b"", "is empty: a save that was interrupted")
     yield Hostile("text_file", b"#!/bin/sh\n", "is not a file of torch.save")
     yield Hostile("bare_pickle", stream(_VALUE), "bare pickle")
     yield Hostile("legacy", _LEGACY + bytes(600), "torch before 1.6")
