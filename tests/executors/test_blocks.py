@@ -110,7 +110,7 @@ def test_steps_fill_what_is_not_done_and_nothing_is_counted_twice(seed, budget):
     left = table.left_nbytes()
     again = Recording(table, sizes)
 
-    StreamingExecutor().execute(plan, reader, again, NullObserver(), steps=table.steps())
+    StreamingExecutor().execute(plan, reader, again, NullObserver(), lanes=table.lanes())
 
     assert table.left_nbytes() == 0
     assert [list(table.digests(number)) for number in range(3)] == digests

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from restride import Axis, Layout, Piece
 from restride.algebra.copies import CopyAt
 from restride.algebra.mesh import as_mesh
+from restride.checkpoint.catalog import Region
 from restride.checkpoint.dtypes import DTYPES
 from restride.errors import (
     BudgetError,
@@ -110,6 +113,33 @@ def test_long_runs_are_streamed_and_all_else_is_put_together():
     assert streamed(columns, whole) == [0]
     assert streamed(rows, whole, "bfloat16") == [0]
     assert streamed(replicated((256, 1024), mesh=as_mesh("tp=2")), whole) == [0]
+
+
+def test_workers_have_files_of_their_own_and_help_at_the_end():
+    """A system lets one thread at a time write into a file."""
+    full = patterns(64 * 64)
+    layout = whole_layout((64, 64))
+    source = store(layout, DTYPES["float32"], full)
+    job, _ = job_between(source, layout, DTYPES["float32"])
+    jobs = [replace(job, target_regions=(Region(number, 0),)) for number in (0, 1)]
+    budget = 2 * SMALLEST + 16_000
+    plan = plan_conversion(source.files, jobs, budget_nbytes=budget, workers=2)
+    together = threading.Barrier(2)
+    seen: list[tuple[int, int]] = []
+
+    class Meeting(MemoryFiles):
+        def write_from(self, file, start_nbytes, buffer, /):
+            seen.append((threading.get_ident(), file))
+            if len(seen) <= 2:
+                together.wait(10)  # each of the workers has a step of its own now
+            super().write_from(file, start_nbytes, buffer)
+
+    out = Meeting([bytes(full.nbytes)] * 2)
+    StreamingExecutor().execute(plan, MemoryFiles(source.contents), out, NullObserver())
+
+    assert {file for _, file in seen[:2]} == {0, 1}
+    assert [bytes(content) for content in out.contents] == [full.tobytes()] * 2
+    assert len(seen) == plan.step_count > 4
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

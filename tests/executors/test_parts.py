@@ -79,9 +79,9 @@ def test_the_parts_together_write_every_byte_once_and_leave_others_alone(count, 
         part = Part(*cuts[number : number + 2])
         table = BlockTable(plan.regions, digest_rows=4)
         part.leave_others(table)
-        steps = part.clip(table.steps(), plan.regions)
+        lanes = part.clip(table.lanes(), plan.regions)
         StreamingExecutor().execute(
-            plan, MemoryFiles(source.contents), Counting(), NullObserver(), steps=steps
+            plan, MemoryFiles(source.contents), Counting(), NullObserver(), lanes=lanes
         )
 
     assert out.contents == whole.contents

@@ -101,7 +101,7 @@ def test_every_step_is_in_one_bundle_and_siblings_stand_together():
     files = store(columns(2), DTYPE, FULL).files
     plan = plan_conversion(files, [job], budget_nbytes=100_000, workers=1)
 
-    found = list(plan.bundles())
+    found = [bundle for lane in plan.lanes() for bundle in lane]
 
     steps = [(id(step.region), step.start, step.stop) for bundle in found for step in bundle]
     assert len(steps) == len(set(steps)) == plan.step_count

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from restride.arrays.fingerprint import MODULUS, Digester
-from restride.planning.sharing import bundles, families
+from restride.planning.sharing import lanes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -100,9 +100,9 @@ class BlockTable:
                     done.append(Block(number, block, digests[block]))
         return done
 
-    def steps(self) -> Iterator[Sequence[Step]]:
-        """Bundles of steps that write into blocks that are not done, in target order."""
-        return bundles(families(self.regions), self._steps)
+    def lanes(self) -> Iterator[Iterator[Sequence[Step]]]:
+        """Bundles of steps that write into blocks that are not done, by target file."""
+        return lanes(self.regions, self._steps)
 
     def _steps(self, number: int) -> Iterator[Step]:
         region, left = self.regions[number], self._left[number]

@@ -95,11 +95,17 @@ class Part:
                 table.set_done(Block(region, number, 0))
 
     def clip(
-        self, bundles: Iterable[Sequence[Step]], regions: Sequence[RegionPlan]
-    ) -> Iterator[Sequence[Step]]:
-        """The bundles of steps, without what they do for other parts."""
+        self, lanes: Iterable[Iterable[Sequence[Step]]], regions: Sequence[RegionPlan]
+    ) -> Iterator[Iterator[Sequence[Step]]]:
+        """The bundles of steps of every lane, without what they do for other parts."""
         numbers = {id(region): number for number, region in enumerate(regions)}
-        for bundle in bundles:
+        for lane in lanes:
+            yield self._kept(lane, numbers)
+
+    def _kept(
+        self, lane: Iterable[Sequence[Step]], numbers: Mapping[int, int]
+    ) -> Iterator[Sequence[Step]]:
+        for bundle in lane:
             kept = [part for step in bundle for part in self._clipped(step, numbers)]
             if kept:
                 yield kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from restride.executors._copying import StepBuffers, carry_out
@@ -36,7 +37,7 @@ class SerialExecutor:
         """
         buffers = StepBuffers(plan)
         done_steps = done_nbytes = 0
-        for bundle in plan.bundles():
+        for bundle in chain.from_iterable(plan.lanes()):
             for step in carry_out(bundle, reader, writer, buffers, observer.on_drift):
                 region = step.region
                 done_steps += 1

@@ -14,7 +14,7 @@ from restride.executors._copying import StepBuffers, carry_out
 from restride.executors.events import ReplicaDrift, StepFinished
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from restride.executors._copying import Reader, Writer
     from restride.executors.events import Observer
@@ -33,7 +33,7 @@ class StreamingExecutor:
         writer: Writer | None,
         observer: Observer,
         *,
-        steps: Iterable[Sequence[Step]] | None = None,
+        lanes: Iterable[Iterable[Sequence[Step]]] | None = None,
         stop: Event | None = None,
     ) -> int:
         """Run every step, as `SerialExecutor.execute` does.
@@ -46,13 +46,14 @@ class StreamingExecutor:
             reader: Source files, by the numbers of the plan.
             writer: Target files; None compares the replicas and writes nothing.
             observer: Receives an event after each step.
-            steps: Bundles of steps of the plan to run; all by default.
+            lanes: Bundles of steps of the plan to run, for each target file; all by default. Each
+                worker has a file of its own as long as there are enough.
             stop: When it is set, no further step is started, and the call returns.
 
         Returns:
             Bytes read.
         """
-        run = _Run(plan, observer, steps, stop)
+        run = _Run(plan, observer, plan.lanes() if lanes is None else lanes, stop)
         with ThreadPoolExecutor(plan.workers, thread_name_prefix="restride") as pool:
             try:
                 # The system may refuse to start a thread: those that run must stop then, too.
@@ -73,14 +74,16 @@ class _Run:
         self,
         plan: Plan,
         observer: Observer,
-        steps: Iterable[Sequence[Step]] | None,
+        lanes: Iterable[Iterable[Sequence[Step]]],
         asked: Event | None,
     ) -> None:
         self.plan = plan
         self.observer = observer
         self.stop = Event()
         self.asked = asked or Event()
-        self.steps = plan.bundles() if steps is None else iter(steps)
+        self.lanes = iter(lanes)
+        # Those that a worker has begun with; the first ones are left to be helped with at the end.
+        self.begun: list[Iterator[Sequence[Step]]] = []
         self.steps_lock = Lock()
         self.events_lock = Lock()
         self.done_steps = 0
@@ -89,9 +92,10 @@ class _Run:
 
     def work(self, reader: Reader, writer: Writer | None) -> None:
         buffers = StepBuffers(self.plan)
+        lane: Iterator[Sequence[Step]] = iter(())
         while not (self.stop.is_set() or self.asked.is_set()):
             with self.steps_lock:
-                bundle = next(self.steps, None)
+                lane, bundle = self._next(lane)
             if bundle is None:
                 return
             before = buffers.read_nbytes
@@ -102,6 +106,23 @@ class _Run:
             except BaseException:
                 self.stop.set()
                 raise
+
+    def _next(
+        self, lane: Iterator[Sequence[Step]]
+    ) -> tuple[Iterator[Sequence[Step]], Sequence[Step] | None]:
+        """The next bundle of a lane, of a fresh one, or of one that another worker is in."""
+        while (bundle := next(lane, None)) is None:
+            if lane in self.begun:
+                self.begun.remove(lane)
+            fresh = next(self.lanes, None)
+            if fresh is not None:
+                lane = iter(fresh)
+                self.begun.append(lane)
+            elif self.begun:
+                lane = self.begun[0]
+            else:
+                break
+        return lane, bundle
 
     def _on_drift(self, event: ReplicaDrift) -> None:
         with self.events_lock:

@@ -263,9 +263,9 @@ class _Writing:
     def write(self) -> int:
         """Write what is left of the part; return how many bytes were read for it."""
         plan, blocks = self.task.plan, self.blocks
-        steps = blocks.steps()
+        lanes = blocks.lanes()
         if self.part is not None:
-            steps = self.part.clip(steps, plan.regions)
+            lanes = self.part.clip(lanes, plan.regions)
         writer = JournaledWriter(
             *(self.place, self.task.output, blocks, self.table, self.reader.require_unchanged),
             sync_nbytes=self.sync_nbytes,
@@ -273,7 +273,7 @@ class _Writing:
         try:
             with writer:
                 read_nbytes = StreamingExecutor().execute(
-                    plan, self.reader, writer, self.table, steps=steps, stop=self.stop
+                    plan, self.reader, writer, self.table, lanes=lanes, stop=self.stop
                 )
         except ReplicaError:
             # Replicas that are just being written to differ as well, and that is another story.

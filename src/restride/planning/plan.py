@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from restride.algebra._digits import Walk, restrict
 from restride.errors import BudgetError
-from restride.planning.sharing import bundles, families
+from restride.planning.sharing import lanes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -362,9 +362,9 @@ class Plan:
         """Bytes of all regions."""
         return sum(region.nbytes for region in self.regions)
 
-    def bundles(self) -> Iterator[tuple[Step, ...]]:
-        """Yield all steps, those together that read the same bytes, else in target order."""
-        return bundles(families(self.regions), lambda number: self.regions[number].steps())
+    def lanes(self) -> Iterator[Iterator[tuple[Step, ...]]]:
+        """Yield all steps, by target file, those together that read the same bytes."""
+        return lanes(self.regions, lambda number: self.regions[number].steps())
 
     @property
     def compared_numel(self) -> Mapping[tuple[str, str, tuple[int, int]], int]:

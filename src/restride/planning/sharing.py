@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
     from restride.planning.plan import Copy, Fill, RegionPlan, Step
 
-__all__ = ["Span", "bundles", "families", "is_dense", "shared_row", "shared_span", "span_nbytes"]
+__all__ = [
+    "Span",
+    "bundles",
+    "families",
+    "is_dense",
+    "lanes",
+    "shared_row",
+    "shared_span",
+    "span_nbytes",
+]
 
 # Reading over a gap costs its bytes at memory speed, skipping it costs a system call.
 _WORTHWHILE_GAP_NBYTES: Final = 8192
@@ -109,6 +118,23 @@ def bundles(
             steps = merge(*map(steps_of, family), key=attrgetter("start"))
             for _, some in groupby(steps, attrgetter("start")):
                 yield tuple(some)
+
+
+def lanes(
+    regions: Sequence[RegionPlan], steps_of: Callable[[int], Iterator[Step]]
+) -> Iterator[Iterator[tuple[Step, ...]]]:
+    """Yield the bundles of one target file after the other.
+
+    A system lets one thread at a time write into a file, so that workers had better have files of
+    their own. The other files of a family are written along with its first.
+
+    Args:
+        regions: Regions of a plan, in target order.
+        steps_of: Steps of the region of a number, in target order.
+    """
+    by_file = groupby(families(regions), lambda family: regions[family[0]].target_file)
+    for _, numbers in by_file:
+        yield bundles(tuple(numbers), steps_of)
 
 
 def shared_span(steps: Sequence[Step], buffer_nbytes: int) -> Span | None:
