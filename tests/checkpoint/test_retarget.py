@@ -463,7 +463,7 @@ def test_a_grain_is_that_of_the_checkpoint_unless_another_is_given():
         ({"tp": 0}, "tp"),
         ({"tp": True}, "tp"),
         ({"tp": 2, "grain": 0}, "grain"),
-        ({"tp": 2, "plan": True}, "plan=True|give the config.json"),
+        ({"tp": 2, "plan": True}, "--plan says|give the config.json"),
     ],
 )
 def test_a_request_that_is_none(options, words):
