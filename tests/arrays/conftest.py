@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,11 +27,11 @@ def hook():
 
 @pytest.fixture(scope="session")
 def kernel_file(hook, tmp_path_factory):
+    # Only where there is no compiler: a kernel that one refuses is a failure.
+    if not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
+        pytest.skip("there is no C compiler here")
     built = tmp_path_factory.mktemp("kernel") / _kernel.FILE_NAME
-    try:
-        hook.compile_kernel(SOURCES, built)
-    except OSError as error:
-        pytest.skip(f"the kernel cannot be built here: {error}")
+    hook.compile_kernel(SOURCES, built)
     return built
 
 
@@ -68,7 +70,7 @@ def both_ways(request):
     if request.param == "NumPy":
         with using(None):
             yield
-    elif _kernel.KERNEL is None:
-        pytest.skip("the package was built without its kernel")
     else:
-        yield
+        with using(_kernel.load(request.getfixturevalue("kernel_file"))):
+            assert _kernel.KERNEL is not None
+            yield

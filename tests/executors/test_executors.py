@@ -115,13 +115,14 @@ def test_long_runs_are_streamed_and_all_else_is_put_together():
     assert streamed(replicated((256, 1024), mesh=as_mesh("tp=2")), whole) == [0]
 
 
-def test_workers_have_files_of_their_own_and_help_at_the_end():
+@pytest.mark.parametrize("file_count", [1, 2])
+def test_workers_have_files_of_their_own_and_share_one_where_there_is_no_other(file_count):
     """A system lets one thread at a time write into a file."""
     full = patterns(64 * 64)
     layout = whole_layout((64, 64))
     source = store(layout, DTYPES["float32"], full)
     job, _ = job_between(source, layout, DTYPES["float32"])
-    jobs = [replace(job, target_regions=(Region(number, 0),)) for number in (0, 1)]
+    jobs = [replace(job, target_regions=(Region(number, 0),)) for number in range(file_count)]
     budget = 2 * SMALLEST + 16_000
     plan = plan_conversion(source.files, jobs, budget_nbytes=budget, workers=2)
     together = threading.Barrier(2)
@@ -131,15 +132,16 @@ def test_workers_have_files_of_their_own_and_help_at_the_end():
         def write_from(self, file, start_nbytes, buffer, /):
             seen.append((threading.get_ident(), file))
             if len(seen) <= 2:
-                together.wait(10)  # each of the workers has a step of its own now
+                together.wait(30)  # each of the workers has a step of its own now
             super().write_from(file, start_nbytes, buffer)
 
-    out = Meeting([bytes(full.nbytes)] * 2)
+    out = Meeting([bytes(full.nbytes)] * file_count)
     StreamingExecutor().execute(plan, MemoryFiles(source.contents), out, NullObserver())
 
-    assert {file for _, file in seen[:2]} == {0, 1}
-    assert [bytes(content) for content in out.contents] == [full.tobytes()] * 2
-    assert len(seen) == plan.step_count > 4
+    assert len({thread for thread, _ in seen[:2]}) == 2
+    assert {file for _, file in seen[:2]} == set(range(file_count))
+    assert [bytes(content) for content in out.contents] == [full.tobytes()] * file_count
+    assert len(seen) == plan.step_count > 2
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

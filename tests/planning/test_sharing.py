@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from restride.algebra.mesh import as_mesh
 from restride.checkpoint.dtypes import DTYPES
 from restride.executors.events import NullObserver
 from restride.executors.serial import SerialExecutor
@@ -120,11 +119,9 @@ def test_rows_and_whole_tensors_have_no_families():
         assert all(len(family) == 1 for family in families(plan.regions))
 
 
-def test_the_mesh_of_a_family_is_that_of_its_source():
-    """Ranks that read other files than their neighbours are no family with them."""
+def test_ranks_that_read_other_files_than_their_neighbours_are_no_family_with_them():
     stored = store(columns(2), DTYPE, FULL)
     job, _ = job_between(stored, columns(4), DTYPE)
     plan = plan_conversion(stored.files, [job], budget_nbytes=1 << 20, workers=1)
 
     assert list(families(plan.regions)) == [(0, 1), (2, 3)]
-    assert as_mesh("tp=4").size == len(plan.regions)

@@ -348,7 +348,6 @@ def _read_block(
     buffers: StepBuffers,
 ) -> None:
     """Read one strided block: straight, through the span buffer, or in parts."""
-    span = span_nbytes([axis[:2] for axis in axes], run_nbytes)
     if buffers.held is not None:
         held_start = source_start - buffers.held.start_nbytes
         copy_strided(
@@ -361,7 +360,9 @@ def _read_block(
         reader.read_into(file, source_start, target[target_start : target_start + run_nbytes].data)
         buffers.read_nbytes += run_nbytes
         return
-    is_one = is_dense([axis[:2] for axis in axes], run_nbytes)
+    loops = [axis[:2] for axis in axes]
+    span = span_nbytes(loops, run_nbytes)
+    is_one = is_dense(loops, run_nbytes)
     if is_one and span <= buffers.span.nbytes:
         scratch = buffers.span[:span]
         reader.read_into(file, source_start, scratch.data)
@@ -370,7 +371,7 @@ def _read_block(
         return
     extent, source_stride, target_stride = axes[0]
     inner = axes[1:]
-    inner_span = span_nbytes([axis[:2] for axis in inner], run_nbytes)
+    inner_span = span_nbytes(loops[1:], run_nbytes)
     count = 1
     if is_one and inner_span <= buffers.span.nbytes:
         count = max(1, (buffers.span.nbytes - inner_span) // source_stride + 1)
