@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import tempfile
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from restride.errors import ExistsError, RestrideError
 from restride.executors import blocks, manifests, resuming
 from restride.storage.journal import read_journal
 from restride.storage.unfinished import partial_folder
+from restride.testing.contents import tree
 from restride.testing.faults import Died, failing_files
 
 BLOCK = 16 << 10
@@ -56,14 +56,6 @@ def source(tmp_path):
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
     return folder
-
-
-def tree(folder):
-    return {
-        str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.fixture

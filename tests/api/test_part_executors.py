@@ -24,6 +24,7 @@ from restride.executors import blocks, manifests, resuming
 from restride.executors.events import NullObserver
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE, run
+from restride.testing.contents import tree
 
 OPTIONS = {
     "states": "all",
@@ -38,14 +39,6 @@ OPTIONS = {
 def small_blocks(monkeypatch):
     for module in (blocks, manifests, resuming):
         monkeypatch.setattr(module, "BLOCK_NBYTES", 4096)
-
-
-def tree(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.fixture

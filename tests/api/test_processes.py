@@ -27,6 +27,7 @@ from restride.executors import blocks, manifests, members, resuming
 from restride.executors.events import NullObserver
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE
+from restride.testing.contents import tree
 from restride.testing.faults import FailingFiles, failing_files
 
 OPTIONS = {
@@ -42,14 +43,6 @@ OPTIONS = {
 def small_blocks(monkeypatch):
     for module in (blocks, manifests, resuming):
         monkeypatch.setattr(module, "BLOCK_NBYTES", 4096)
-
-
-def tree(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.fixture

@@ -22,17 +22,10 @@ from restride.executors.events import NullObserver
 from restride.storage.journal import Journal, read_journal
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE, run
+from restride.testing.contents import tree
 
 BLOCK = 16 << 10
 SMALL = {"workers": 1, "sync_nbytes": 1, "budget_nbytes": 1 << 20}
-
-
-def tree(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 class StopsAfter(NullObserver):

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from restride.testing.command_line import SAMPLE
+from restride.testing.contents import tree
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.interop
@@ -31,14 +32,6 @@ if os.environ.get("RANK") == "2" and os.environ["TORCHELASTIC_RESTART_COUNT"] ==
     Journal.append = dying
 sys.exit(cli.main(sys.argv[1:]))
 """
-
-
-def tree(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def start(*words):

@@ -14,7 +14,16 @@ from restride.storage.torch_zip import open_torch_zip
 if TYPE_CHECKING:
     from restride.checkpoint.values import Value
 
-__all__ = ["content_of", "file_content"]
+__all__ = ["content_of", "file_content", "tree"]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, by their paths in it."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def file_content(path: Path) -> Any:
