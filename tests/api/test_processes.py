@@ -25,6 +25,7 @@ from restride.errors import (
 )
 from restride.executors import blocks, manifests, members, resuming
 from restride.executors.events import NullObserver
+from restride.storage import joining
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE
 from restride.testing.contents import tree
@@ -383,6 +384,31 @@ def test_a_process_with_other_options_is_turned_away_with_what_differs(tmp_path,
     assert observer.notices[0] == (
         "process 1 of 2 has other options or sees another source, and was turned away"
     )
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_all_processes_wait_for_the_disk_or_none_as_the_first_was_told_to(
+    tmp_path, monkeypatch, waits
+):
+    made, observer = [], Hears()
+
+    class Seen(joining.Unfinished):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(joining, "Unfinished", Seen)
+    out = tmp_path / "out"
+    with in_background(leads, out, 2, observer=observer, wait_seconds=30, durable=waits):
+        options = {**OPTIONS, "wait_seconds": 30}
+        api.convert(SAMPLE, out, process=(1, 2), durable=not waits, **options)
+
+    assert [place.is_durable for place in made] == [waits]
+    told = {
+        True: "was told not to wait for the disk (--no-sync), and does, as process 0 does",
+        False: "was told to wait for the disk, and does not, as process 0 does not (--no-sync)",
+    }
+    assert observer.notices == [f"process 1 of 2 {told[waits]}"]
 
 
 def test_a_number_is_taken_once(tmp_path, reference):

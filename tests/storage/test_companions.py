@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
+from pathlib import Path
 
 import pytest
 
@@ -107,23 +109,62 @@ def test_what_others_noted_goes_only_when_none_of_them_writes(tmp_path):
     (tmp_path / "journal.new").touch()
     with (
         locked(tmp_path / "lock.1", what="it"),
+        companions.members_locked(tmp_path, what="it", patience_seconds=0) as is_let_in,
         pytest.raises(ExecutionError, match=r"out: process \d+ on .* is writing it"),
         companions.without_others(tmp_path, TEAM, what="out"),
     ):
         pytest.fail("somebody writes")
+    assert is_let_in
     assert companions.anybody_in(tmp_path) is False
     assert read_journal(tmp_path / "journal.1")
 
     with companions.without_others(tmp_path, TEAM, what="out"):
-        assert companions.anybody_in(tmp_path) is True
+        with companions.members_locked(tmp_path, what="it", patience_seconds=0) as is_let_in:
+            assert not is_let_in
         assert read_journal(tmp_path / "journal.1")
 
     assert not (tmp_path / "journal.1").exists()
     assert (tmp_path / "journal.new").exists()
 
 
+def test_any_number_writes_at_once_and_each_of_them_keeps_who_deals_out_anew_away(tmp_path):
+    with companions.members_locked(tmp_path, what="1", patience_seconds=0):
+        with companions.members_locked(tmp_path, what="2", patience_seconds=0) as is_let_in:
+            assert is_let_in
+        with (
+            pytest.raises(ExecutionError, match="out: another process is writing it"),
+            companions.without_others(tmp_path, None, what="out"),
+        ):
+            pytest.fail("somebody writes")
+    with companions.without_others(tmp_path, None, what="out"):
+        pass
+
+
+def test_a_team_may_have_more_processes_than_a_process_may_have_open_files(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = sum(1 for _ in Path("/proc/self/fd").iterdir()) + 20
+    team = Team("word", ((0, 0),) * 3 * count)
+    write(tmp_path / "journal.7", companions.head_of("word", 7), {"a": 1})
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    try:
+        with companions.without_others(tmp_path, team, what="out"):
+            assert companions.journals_of(tmp_path, team) == [[{"a": 1}]]
+        with (
+            locked(tmp_path / f"lock.{team.count - 1}", what="it"),
+            companions.members_locked(tmp_path, what="it", patience_seconds=0),
+            pytest.raises(ExecutionError, match=r"out: process \d+ on .* is writing it"),
+            companions.without_others(tmp_path, team, what="out"),
+        ):
+            pytest.fail("the last of them writes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert not (tmp_path / "journal.7").exists()
+
+
 def test_all_files_of_others_are_removed_and_nothing_else(tmp_path):
     ours = {"lock.1", "journal.12", "journal.3.new", "hello.2", "welcome.2", "stop", "stop.new"}
+    ours |= {"members"}
     theirs = {"lock", "journal", "journal.new", "lock.0", "lock.01", "hello.x", "hello.1.txt"}
     for name in ours | theirs:
         (tmp_path / name).touch()

@@ -130,8 +130,10 @@ class Host:
         Raises:
             ExecutionError: The executor takes no parts.
         """
+        place = self._place
         members = [
-            Member(self._place.folder, team, number, ledger) for number in range(1, team.count)
+            Member(place.folder, team, number, ledger, durable=place.is_durable)
+            for number in range(1, team.count)
         ]
         with self._changed:
             self._members, self._team = members, team

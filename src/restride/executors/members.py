@@ -82,6 +82,13 @@ class Ledger:
 class Member:
     """What process 0 knows of another one.
 
+    Args:
+        folder: Where they meet.
+        team: Who writes which part.
+        number: Its number.
+        ledger: What is there of all parts.
+        durable: Whether process 0 waits for the disk, and all others with it.
+
     Attributes:
         number: Its number.
         part: Its blocks.
@@ -99,7 +106,9 @@ class Member:
         is_turned_away: Whether the next answer is that process 0 has ended.
     """
 
-    def __init__(self, folder: Path, team: Team, number: int, ledger: Ledger) -> None:
+    def __init__(
+        self, folder: Path, team: Team, number: int, ledger: Ledger, *, durable: bool = True
+    ) -> None:
         self.number = number
         self.part = Part(*team.cuts[number : number + 2])
         self.rows: dict[tuple[str, str, tuple[int, int]], ReplicaDrift] = {}
@@ -112,6 +121,7 @@ class Member:
         self.is_turned_away = False
         self.journal_path = companions.file_of(folder, JOURNAL, number)
         self._ledger = ledger
+        self._is_durable = durable
         self._folder = folder
         self._head = companions.head_of(team.run, number)
         self._lock = companions.file_of(folder, LOCK, number)
@@ -251,5 +261,10 @@ class Member:
         self.is_missing = self.is_sound = self._was_held = self._has_finished = False
         self.failure = None
         self._sign = Sign(self._lock)
-        companions.put_record(welcome, {"word": word, "run": team.run})
-        return ""
+        durable = self._is_durable
+        companions.put_record(welcome, {"word": word, "run": team.run, "durable": durable})
+        if hello.get("durable", durable) is durable:
+            return ""
+        if durable:
+            return "was told not to wait for the disk (--no-sync), and does, as process 0 does"
+        return "was told to wait for the disk, and does not, as process 0 does not (--no-sync)"

@@ -8,6 +8,8 @@ its number ``N``, there are
     welcome.N    what process 0 answers to that word
     lock.N       held by process N while it writes
     journal.N    what of its part is durable, in the form of the journal
+    members      held by all of them at once while they write, and by process 0 alone while it
+                 deals out anew: one lock, for a process can hold only so many files open
     stop         made by process 0 where nobody shall go on
 
 The word makes sure that both live now: files that an earlier run left say nothing. A process
@@ -28,8 +30,9 @@ from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
+from restride.errors import ExecutionError
 from restride.storage.journal import Journal, read_journal
-from restride.storage.locks import is_held, locked
+from restride.storage.locks import holder_of, is_held, locked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +44,7 @@ __all__ = [
     "HELLO",
     "JOURNAL",
     "LOCK",
+    "MEMBERS",
     "STOP",
     "WELCOME",
     "Beat",
@@ -53,6 +57,7 @@ __all__ = [
     "is_of_companions",
     "journals_of",
     "last_team",
+    "members_locked",
     "new_word",
     "put_record",
     "remove_all",
@@ -60,6 +65,7 @@ __all__ = [
 ]
 
 LOCK: Final = "lock"
+MEMBERS: Final = "members"
 JOURNAL: Final = "journal"
 HELLO: Final = "hello"
 WELCOME: Final = "welcome"
@@ -67,7 +73,9 @@ STOP: Final = "stop"
 
 _TEAM: Final = "team"
 _NEW: Final = ".new"
-_NAMES: Final = re.compile(r"(stop|(lock|journal|hello|welcome)\.[1-9]\d{0,8})(\.new)?", re.ASCII)
+_NAMES: Final = re.compile(
+    r"(stop|members|(lock|journal|hello|welcome)\.[1-9]\d{0,8})(\.new)?", re.ASCII
+)
 _SECONDS_BETWEEN_BEATS: Final = 1.0
 
 
@@ -173,10 +181,38 @@ def anybody_in(folder: Path) -> bool:
 
 
 @contextmanager
+def members_locked(folder: Path, *, what: str, patience_seconds: float) -> Iterator[bool]:
+    """Hold what says that a process other than the first one writes, together with others.
+
+    Args:
+        folder: The folder.
+        what: What the process writes, for errors.
+        patience_seconds: How long to wait for a process 0 that keeps everybody out.
+
+    Yields:
+        Whether it is held; if not, a process 0 is about to deal out anew.
+
+    Raises:
+        FileNotFoundError: The folder is not there any more.
+        OSError: The system cannot open the file.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(
+                locked(folder / MEMBERS, what=what, patience_seconds=patience_seconds, shared=True)
+            )
+        except ExecutionError:
+            yield False
+        else:
+            yield True
+
+
+@contextmanager
 def without_others(folder: Path, team: Team | None, *, what: str) -> Iterator[None]:
     """Keep the other processes of an earlier team out while its journal is replaced.
 
-    At the end, what they noted is removed.
+    Whoever has looked into that journal before holds the lock that is taken here, and whoever takes
+    it later finds the new journal. At the end, what they noted is removed.
 
     Args:
         folder: The folder.
@@ -186,15 +222,34 @@ def without_others(folder: Path, team: Team | None, *, what: str) -> Iterator[No
     Raises:
         ExecutionError: One of them is still writing.
         OSError: The system cannot open a lock.
+
+    Cost:
+        One open file, for any number of processes.
     """
-    numbers = range(1, team.count if team else 1)
+    path = folder / MEMBERS
     with ExitStack() as stack:
-        for number in numbers:
-            stack.enter_context(locked(file_of(folder, LOCK, number), what=what))
+        if team or os.path.lexists(path):
+            try:
+                stack.enter_context(locked(path, what=what))
+            except ExecutionError as error:
+                raise ExecutionError(
+                    f"{_somebody_in(folder, team)} is writing it",
+                    where=error.where,
+                    remedy=error.remedy,
+                ) from None
         yield
         for path in folder.glob(f"{JOURNAL}.*"):
             if is_of_companions(path.name):
                 path.unlink(missing_ok=True)
+
+
+def _somebody_in(folder: Path, team: Team | None) -> str:
+    """Who of a team is writing, for an error."""
+    for number in range(1, team.count if team else 1):
+        with suppress(OSError):
+            if holder := holder_of(file_of(folder, LOCK, number)):
+                return holder
+    return "another process"
 
 
 def remove_all(folder: Path) -> None:

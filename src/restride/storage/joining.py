@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Final
 from restride.errors import ExecutionError, ExistsError, MissingProcessError, StoppedError
 from restride.storage import companions
 from restride.storage._places import require_free
-from restride.storage.companions import HELLO, JOURNAL, LOCK, STOP, WELCOME, Beat, Sign
+from restride.storage.companions import (
+    HELLO,
+    JOURNAL,
+    LOCK,
+    MEMBERS,
+    STOP,
+    WELCOME,
+    Beat,
+    Sign,
+    members_locked,
+)
 from restride.storage.journal import read_journal
 from restride.storage.locks import locked
 from restride.storage.unfinished import Unfinished, partial_folder
@@ -87,7 +97,8 @@ def joined_output(
         wait_seconds: How long to wait for a sign of life of process 0.
         force: Whether process 0 may replace what is there.
         resume: Whether it goes on with what is there.
-        durable: Whether to wait for the disk.
+        durable: Whether this process was asked to wait for the disk. What process 0 does counts,
+            which has to answer for the whole output; it tells of the difference.
 
     Yields:
         What to write; None where the output is finished.
@@ -102,7 +113,8 @@ def joined_output(
     folder = partial_folder(target)
     if not (force or resume or os.path.lexists(folder) or purpose.is_written(target)):
         require_free(target, force=False, inputs=())
-    asking = _Asking(folder, target, number, count, job, stop)
+    hello = {"count": count, "job": job, "durable": durable}
+    asking = _Asking(folder, target, number, hello, stop)
     while True:
         answer = asking.ask(purpose, wait_seconds, is_final=not force)
         if answer is None:
@@ -113,9 +125,14 @@ def joined_output(
         with ExitStack() as stack:
             try:
                 stack.enter_context(locked(lock, what=what, patience_seconds=LOCK_SECONDS))
+                is_let_in = stack.enter_context(
+                    members_locked(folder, what=what, patience_seconds=LOCK_SECONDS)
+                )
             except FileNotFoundError:
                 continue  # process 0 has ended meanwhile; another one may come
-            joined = _enter(folder, target, purpose, answer, number, durable=durable)
+            if not is_let_in:
+                continue
+            joined = _enter(folder, target, purpose, answer, number)
             if joined is None:
                 continue
             stack.callback(joined.place.close)
@@ -134,32 +151,40 @@ def _stop_if_asked(folder: Path, number: int, stop: Event) -> None:
         stop.set()
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What process 0 answered.
+
+    Attributes:
+        run: The team to be one of.
+        word: What it was an answer to.
+        durable: Whether everybody waits for the disk.
+    """
+
+    run: str
+    word: str
+    durable: bool
+
+
 def _enter(
-    folder: Path,
-    target: Path,
-    purpose: Purpose,
-    answer: tuple[str, str],
-    number: int,
-    *,
-    durable: bool,
+    folder: Path, target: Path, purpose: Purpose, answer: _Answer, number: int
 ) -> Joined | None:
     """Begin the part, or go on with it; None where another team has begun meanwhile."""
-    run, word = answer
     records = read_journal(folder / JOURNAL)
     found = companions.last_team(records)
-    if found is None or found[1].run != run:
+    if found is None or found[1].run != answer.run:
         return None
     difference = purpose.differs(records[0])
     if difference:
         raise ExistsError(f"process 0 writes something else: {difference}", where=str(target))
-    place = Unfinished(folder, target, force=False, durable=durable, number=number)
-    head = companions.head_of(run, number)
+    place = Unfinished(folder, target, force=False, durable=answer.durable, number=number)
+    head = companions.head_of(answer.run, number)
     own = read_journal(companions.file_of(folder, JOURNAL, number))
     if own and own[0] == head:
         place.resume(own)
     else:
         place.begin_part([head])
-    return Joined(place, found[1], tuple(records[1 : found[0]]), head, word, number)
+    return Joined(place, found[1], tuple(records[1 : found[0]]), head, answer.word, number)
 
 
 class _Leader:
@@ -189,20 +214,15 @@ class _Leader:
 class _Asking:
     """Says hello, and waits for the answer."""
 
-    def __init__(
-        self, folder: Path, target: Path, number: int, count: int, job: str, stop: Event
-    ) -> None:
+    def __init__(self, folder: Path, target: Path, number: int, hello: Record, stop: Event) -> None:
         self._folder = folder
         self._target = target
         self._number = number
-        self._count = count
-        self._job = job
+        self._hello = hello
         self._stop = stop
 
-    def ask(
-        self, purpose: Purpose, wait_seconds: float, *, is_final: bool
-    ) -> tuple[str, str] | None:
-        """The run to take part in, and the word; None where the output is there already.
+    def ask(self, purpose: Purpose, wait_seconds: float, *, is_final: bool) -> _Answer | None:
+        """The run to take part in; None where the output is there already.
 
         Args:
             purpose: What the output will be.
@@ -211,7 +231,7 @@ class _Asking:
                 that appeared since, or that is still there at the end of the waiting.
         """
         word = companions.new_word()
-        hello = {"word": word, "count": self._count, "job": self._job}
+        hello = {"word": word, **self._hello}
         answer_path = companions.file_of(self._folder, WELCOME, self._number)
         leader, pause = _Leader(self._folder, wait_seconds), _FIRST_SECONDS
         try:
@@ -219,7 +239,7 @@ class _Asking:
                 self._say(hello)
                 for answer in read_journal(answer_path)[:1]:
                     if answer.get("word") == word:
-                        return self._understood(answer, purpose), word
+                        return self._understood(answer, word, purpose)
                 is_late = leader.is_late()
                 if (
                     not leader.is_there
@@ -229,7 +249,7 @@ class _Asking:
                     return None
                 if is_late:
                     raise MissingProcessError(
-                        f"process 0 of {self._count} gave no sign for {wait_seconds:.0f} s",
+                        f"process 0 of {hello['count']} gave no sign for {wait_seconds:.0f} s",
                         missing=(0,),
                         where=str(self._target),
                     )
@@ -251,22 +271,25 @@ class _Asking:
         kinds = [HELLO, WELCOME]
         if not any(os.path.lexists(self._folder / name) for name in (LOCK, JOURNAL)):
             kinds += [LOCK, JOURNAL]  # made while process 0 removed the folder
+            with suppress(OSError):
+                (self._folder / MEMBERS).unlink()
         for kind in kinds:
             with suppress(OSError):
                 companions.file_of(self._folder, kind, self._number).unlink()
         with suppress(OSError):
             self._folder.rmdir()
 
-    def _understood(self, answer: Record, purpose: Purpose) -> str:
+    def _understood(self, answer: Record, word: str, purpose: Purpose) -> _Answer:
         run = answer.get("run")
         if isinstance(run, str):
-            return run
+            return _Answer(run, word, answer.get("durable") is not False)
         if answer.get("ended"):
             raise ExecutionError("process 0 has ended with an error", where=str(self._target))
         records: Sequence[Record] = read_journal(self._folder / JOURNAL)
         difference = purpose.differs(records[0]) if records else ""
         if not difference:
-            difference = f"it is one of {answer.get('count')} processes, this one of {self._count}"
+            counts = answer.get("count"), self._hello["count"]
+            difference = "it is one of {} processes, this one of {}".format(*counts)
         raise ExistsError(
             f"process 0 writes something else: {difference}",
             where=str(self._target),

@@ -94,6 +94,7 @@ class Unfinished:
             process had done everything but clean up.
         is_resumed: Whether there are files of an earlier process.
         keeps: Whether there is progress that an error must not throw away.
+        is_durable: Whether to wait for the disk.
         done_nbytes: Sum of the ``nbytes`` of all records so far.
         done_elsewhere_nbytes: The same of other processes, as far as this one was told.
     """
@@ -107,11 +108,11 @@ class Unfinished:
         self.is_published = False
         self.keeps = False
         self.is_resumed = False
+        self.is_durable = durable
         self.done_nbytes = 0
         self.done_elsewhere_nbytes = 0
         self._target = target
         self._force = force
-        self._is_durable = durable
         self._journal: Journal | None = None
         self._journal_path = folder / _JOURNAL
         if number:
@@ -147,7 +148,7 @@ class Unfinished:
         self._replace_journal(records)
         with translated("cannot be created", self.folder):
             self._fresh_path.rename(self._journal_path)
-        if self._is_durable:
+        if self.is_durable:
             sync_path(self.folder)
         self.keeps = keeps
 
@@ -163,7 +164,7 @@ class Unfinished:
                 shutil.rmtree(self.files.path)
             self._fresh_path.rename(self._journal_path)
             self.files.path.mkdir(exist_ok=True)
-        if self._is_durable:
+        if self.is_durable:
             sync_path(self.folder)
             sync_path(self.folder.parent)
         self.keeps = keeps
@@ -177,7 +178,7 @@ class Unfinished:
         self._close_journal()
         with translated("cannot be replaced", self._fresh_path):
             self._fresh_path.unlink(missing_ok=True)
-        self._journal = Journal(self._fresh_path, durable=self._is_durable)
+        self._journal = Journal(self._fresh_path, durable=self.is_durable)
         self.done_nbytes = 0
         first, *others = records
         self._journal.append([first])
@@ -188,7 +189,7 @@ class Unfinished:
         self.records = tuple(records[1:])
         self.keeps = self.is_resumed = True
         self.done_nbytes = _done_nbytes(self.records)
-        self._journal = Journal(self._journal_path, durable=self._is_durable)
+        self._journal = Journal(self._journal_path, durable=self.is_durable)
         with translated("cannot be created", self.files.path):
             self.files.path.mkdir(exist_ok=True)
 
@@ -224,7 +225,7 @@ class Unfinished:
             *(self.files.path, self._target),
             replaced=replaced,
             force=self._force,
-            durable=self._is_durable,
+            durable=self.is_durable,
         )
         self.is_published = True
 
