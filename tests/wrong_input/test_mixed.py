@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from restride import api
+from restride.errors import BudgetError
+from restride.executors import masters
 
 MODEL = "mp_rank_01_model_states.pt"
 OPTIMIZER = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
@@ -84,6 +86,33 @@ def test_an_optimizer_file_of_the_same_configuration_and_step(damaged, checkpoin
 
     run.check_finds(name, f"dp rank {dp}, tp rank {tp}", "master-mismatch")
     run.convert_refuses(weights=False)
+
+
+@pytest.mark.parametrize("checkpoint", ["llama_tp1dp2_z1", "llama_tp2_z1", "mixtral_ep2_z1"])
+def test_the_weights_alone_are_written_with_a_warning_where_masters_are_of_another_save(
+    damaged, checkpoint, tmp_path
+):
+    run = damaged(checkpoint)
+    before = api.convert(run.folder, tmp_path / "before")
+    assert not [found for found in before.findings if found.severity != "note"]
+    name = overwrite(run, 0, 0)
+
+    report = api.convert(run.folder, tmp_path / "after")
+
+    told = [found for found in report.findings if found.severity == "warning"]
+    assert {found.kind for found in told} == {"master-mismatch"}
+    assert any(name in found.message and "different saves" in found.message for found in told)
+
+
+def test_a_look_at_the_masters_takes_no_more_memory_than_the_weights_have(
+    damaged, tmp_path, monkeypatch
+):
+    run = damaged("llama_tp2_z1")
+    monkeypatch.setattr(masters, "_SPOT_SCRATCH_NBYTES", 1 << 30)
+
+    assert api.convert(run.folder, tmp_path / "out", budget_nbytes=1 << 24).written_nbytes
+    with pytest.raises(BudgetError):
+        api.convert(run.folder, tmp_path / "all", states="all", budget_nbytes=1 << 24)
 
 
 def test_a_model_file_of_the_same_configuration_and_step(damaged):
