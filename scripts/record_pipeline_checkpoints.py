@@ -194,7 +194,7 @@ def start(rank: int, variant: dict[str, Any]) -> tuple[Any, Any]:
         layers=build_layers(variant, tp_rank, group),
         topology=topology,
         loss_fn=lambda hidden, _: hidden.float().pow(2).mean(),
-        partition_method="uniform",
+        partition_method=variant.get("method", "uniform"),
         seed_layers=True,
     )
     if tp > 1:

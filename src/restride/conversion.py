@@ -29,7 +29,7 @@ from restride.storage.ranges import FilePool
 from restride.storage.unfinished import Purpose, unfinished_output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from os import PathLike
     from threading import Event
 
@@ -101,6 +101,9 @@ def convert(
     plan: bool | None = None,
     grain: int | None = None,
     optimizer_transform: bool | None = None,
+    pp: int | None = None,
+    pp_layers: str | Sequence[int] | None = None,
+    pp_tied: Mapping[str, Sequence[int]] | None = None,
     budget_nbytes: int | None = None,
     workers: int | None = None,
     replicas: Saying = DEFAULT,
@@ -144,7 +147,7 @@ def convert(
             another. By default that of the source.
         tp: Tensor-parallel ranks of the sharded form; by default those of the source, as for `dp`
             and `zero`.
-        dp: Data-parallel ranks: all ranks, divided by `tp`.
+        dp: Data-parallel ranks: all ranks, divided by `tp` and `pp`.
         ep: Expert-parallel ranks of AutoEP, a part of the data-parallel ones.
         zero: ZeRO stage.
         config: The model's ``config.json``, where the source does not say how other ranks cut it;
@@ -156,6 +159,13 @@ def convert(
         optimizer_transform: Whether moments follow a tensor that the target stores scaled, with
             the learning rate and epsilon of its group: possible where all of the group are scaled
             alike. Without it such a conversion is refused.
+        pp: Stages of a pipeline; by default those of the source, with the same layers.
+        pp_layers: How the layers are dealt out to other stages, as the module that resumes must do
+            it too: the first layer of each stage, such as ``[0, 3, 6]``, or a `partition_method` of
+            PipelineModule, ``"parameters"`` (the default) or ``"uniform"``, with the number of all
+            layers where that matters, as ``"uniform:9"``.
+        pp_tied: For the key of a tied module all layers that use it, such as ``{"embed": [0, 8]}``,
+            where the source does not tell.
         budget_nbytes: Most memory for plan and buffers. Default: 512 MiB, or a quarter of what
             the cgroup allows where that is less.
         workers: Threads. Default: one for each core that this process may use, up to four.
@@ -202,6 +212,9 @@ def convert(
     wanted = Wanted(
         *(to, states, dtype, max_shard_nbytes, stage, tp, dp, ep, zero, config, rules, plan, grain),
         optimizer_transform=optimizer_transform or None,
+        pp=pp,
+        pp_layers=pp_layers,
+        pp_tied=pp_tied,
     )
     number, count = _require_process(process, executor, parts)
     order = _PartOrder(

@@ -12,7 +12,7 @@ from restride.errors import UnsupportedError
 from restride.formats._registry import open_training
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from os import PathLike
 
     from restride.algebra.layout import Layout
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.selection import Selected, States, Target
     from restride.checkpoint.training import Training
+    from restride.formats.deepspeed.stage_cut import StageCut
     from restride.storage.torch_zip import TorchFiles
 
 __all__ = ["Wanted", "lay_out_export"]
@@ -39,6 +40,8 @@ class Wanted:
             source: 1 and 2 are one shape, 3 is another.
         tp, dp, ep, zero: Ranks and ZeRO stage of the engine that resumes from the sharded form; by
             default those of the source.
+        pp, pp_layers, pp_tied: Stages of a pipeline, and how its layers are dealt out to them; by
+            default as in the source. See `convert`.
         config, rules, plan, grain: What says how its tensor-parallel ranks cut: see `Cut`.
         optimizer_transform: Whether moments follow the scale of their parameter, with the learning
             rate and epsilon of their group.
@@ -58,6 +61,9 @@ class Wanted:
     plan: bool | None = None
     grain: int | None = None
     optimizer_transform: bool | None = None
+    pp: int | None = None
+    pp_layers: str | Sequence[int] | None = None
+    pp_tied: Mapping[str, Sequence[int]] | None = None
 
 
 _PARTITIONED: Final = 3
@@ -66,6 +72,7 @@ _TAKEN: Final = {
     "universal": {"stage", "optimizer_transform"},
     "deepspeed": {
         *("tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"),
+        *("pp", "pp_layers", "pp_tied"),
         "optimizer_transform",
     },
 }
@@ -155,16 +162,20 @@ def _lay_out_universal(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
 
 def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | None) -> Export:
     """The same for DeepSpeed's sharded form, for ranks that may be others than the source's."""
+    from restride.formats.deepspeed.stage_cut import read_stage_cut  # noqa: PLC0415
     from restride.formats.deepspeed.target import DeepSpeedTarget  # noqa: PLC0415
     from restride.formats.deepspeed.writer import lay_out  # noqa: PLC0415
     from restride.targets import Cut, find_cut  # noqa: PLC0415 - with the catalogue of families
 
+    stages = read_stage_cut(wanted.pp_layers, wanted.pp_tied)
     training = open_training(catalog, opened)
     target = DeepSpeedTarget(
         tp=_size(catalog, wanted.tp, "tp"),
         dp=_size(catalog, wanted.dp, "dp"),
         zero=_stage(catalog, wanted.zero),
         ep=_expert_size(training) if wanted.ep is None else wanted.ep,
+        pp=_stage_count(training, stages) if wanted.pp is None else wanted.pp,
+        cut=stages,
     )
     cut = find_cut(catalog, Cut(target.tp, wanted.config, wanted.rules, wanted.plan, wanted.grain))
     training, followed = _followed(training, catalog, wanted, cut.layouts)
@@ -193,6 +204,13 @@ def _size(catalog: Catalog, said: int | None, axis: str) -> int:
             remedy=f"say how many there will be: {axis}",
         )
     return known
+
+
+def _stage_count(training: Training, said: StageCut) -> int:
+    """Stages that are said layer by layer, else those of the source; 1 where it is no pipeline."""
+    if said.starts is not None:
+        return len(said.starts)
+    return len(training.pipeline.stages) if training.pipeline else 1
 
 
 def _expert_size(training: Training) -> int:

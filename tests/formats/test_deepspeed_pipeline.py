@@ -282,15 +282,6 @@ def test_all_states_convert_and_stay_what_they_are(name, tmp_path):
         assert np.array_equal(array, written[key]), key
 
 
-@pytest.mark.parametrize("name", ["tied_z1", "shared_z1"])
-def test_a_sharded_form_of_layers_is_refused_with_what_works(name, tmp_path):
-    with pytest.raises(UnsupportedError, match="a file for each layer") as caught:
-        api.convert(RECORDED / name, tmp_path / "out", to="deepspeed", tp=1, dp=1, zero=1)
-
-    assert "--to universal" in str(caught.value)
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_universal_folder_has_the_stages_and_says_that_buffers_are_lost(tmp_path):
     report = api.convert(RECORDED / "tied_z1", tmp_path / "out", to="universal")
 
@@ -327,8 +318,6 @@ def test_a_universal_folder_of_one_stage_is_still_that_of_a_pipeline(tmp_path):
     api.convert(RECORDED / "shared_z1", tmp_path / "universal", to="universal")
 
     assert str(api.open(tmp_path / "universal").mesh) == "pp=1,tp=1"
-    with pytest.raises(UnsupportedError, match="a file for each layer"):
-        api.convert(tmp_path / "universal", tmp_path / "out", to="deepspeed", tp=1, dp=1, zero=1)
 
 
 @pytest.mark.parametrize("key", ["mp_world_size", "dp_world_size"])

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import Value
 
-__all__ = ["ModelRank", "ParameterGroup", "Training"]
+__all__ = [
+    "ModelRank",
+    "ParameterGroup",
+    "Pipeline",
+    "PipelineLayer",
+    "PipelineStage",
+    "Training",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,61 @@ class ModelRank:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineLayer:
+    """A layer of a pipeline that has a file of its own.
+
+    Attributes:
+        number: Its place among all layers of the pipeline.
+        prefix: What its names begin with in the module: ``"3."``, or ``"tied_modules.embed."`` of
+            one that shares its module with other layers.
+        keys: Names in its file, in order. None where it has neither parameters nor buffers.
+        stage: Stage of the source that stored it.
+        state: Attributes of its state dict, such as the ``_metadata``, or None.
+    """
+
+    number: int
+    prefix: str
+    keys: tuple[str, ...]
+    stage: int
+    state: Value = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in the module."""
+        return tuple(f"{self.prefix}{key}" for key in self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """What one stage of a pipeline trains.
+
+    Attributes:
+        names: Trained parameters and buffers of its module, in order.
+        groups: Its own parameter groups: a stage without a parameter of a group lacks the group.
+    """
+
+    names: tuple[str, ...]
+    groups: tuple[ParameterGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A model whose layers are dealt out to stages.
+
+    Attributes:
+        layers: Those with a file, by their numbers. Functions between them have none, and neither
+            has a tied layer that uses its module through a function.
+        stages: The stages of the source.
+        names_ranks: Whether the files of layers name their tensor-parallel rank although there is
+            only one.
+    """
+
+    layers: tuple[PipelineLayer, ...]
+    stages: tuple[PipelineStage, ...]
+    names_ranks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Training:
     """What goes with the tensors of a checkpoint.
 
@@ -82,6 +144,8 @@ class Training:
             lists and categories: version, original vocabulary size; empty where there is none.
         experts: One mapping for each layer of experts that AutoEP made, in the stored form; ranks
             and sizes in it are the source's.
+        pipeline: The layers and stages where the source has files of layers, else None. Then
+            `ranks` are those of all stages, one stage after another.
     """
 
     tag: str
@@ -93,6 +157,7 @@ class Training:
     described: Mapping[str, Value]
     experts: tuple[Mapping[str, Value], ...] = ()
     data_size: int = 1
+    pipeline: Pipeline | None = None
 
     @property
     def model_size(self) -> int:

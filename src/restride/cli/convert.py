@@ -21,12 +21,14 @@ from restride.cli.options import (
     workers_option,
 )
 from restride.cli.output import open_page, write_json
-from restride.cli.processes import Process, as_process, open_executor, process_of
+from restride.cli.part_executors import open_executor
+from restride.cli.processes import Process, as_process, process_of
 from restride.cli.progress import open_progress
 from restride.cli.projection import show_projection
 from restride.cli.sections import SectionedCommand
 from restride.cli.signals import stop_on_signals
 from restride.cli.sizes import format_count, format_duration, format_rate, format_size
+from restride.cli.stage_options import stage_options
 from restride.errors import MissingProcessError, RestrideError
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class _Convert(SectionedCommand):
         ),
         "For which ranks (--to deepspeed)": (
             *("tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"),
+            *("pp", "pp_layers", "pp_tied"),
         ),
         "How it is written": ("dry_run", "resume", "force", "no_sync", "memory", "workers"),
         "By several processes": ("process", "wait", "executor", "parts"),
@@ -90,6 +93,7 @@ class _Convert(SectionedCommand):
     help="ZeRO stage of DeepSpeed's own files, 0 to 3. Default: as in CHECKPOINT.",
 )
 @cut_options
+@stage_options
 @click.option(
     "--optimizer-transform",
     is_flag=True,
@@ -190,6 +194,9 @@ def command(
     rules: str | None,
     plan: bool | None,
     grain: int | None,
+    pp: int | None,
+    pp_layers: str | None,
+    pp_tied: dict[str, tuple[int, ...]] | None,
     optimizer_transform: bool,
     memory: int,
     replicas: tuple[tuple[str, str], ...],
@@ -226,6 +233,9 @@ def command(
         plan=plan,
         grain=grain,
         optimizer_transform=optimizer_transform or None,
+        pp=pp,
+        pp_layers=pp_layers,
+        pp_tied=pp_tied,
     )
     this = process_of({} if executor else os.environ)
     if process is not None:

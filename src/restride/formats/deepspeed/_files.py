@@ -30,7 +30,6 @@ __all__ = [
     "OptimizerFile",
     "TagFolder",
     "find_tag",
-    "is_layer_file",
     "list_files",
 ]
 
@@ -119,11 +118,6 @@ class TagFolder:
     expert_optimizers: dict[int, str] = field(default_factory=dict)
     layers: list[LayerFile] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-
-
-def is_layer_file(name: str) -> bool:
-    """Whether a path is that of a pipeline layer, by its last part."""
-    return _LAYER.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def find_tag(path: Path) -> tuple[Path, str]:

@@ -19,6 +19,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from restride.checkpoint.training import PipelineLayer
 from restride.checkpoint.values import OrderedDictValue, StoredTensor
 from restride.errors import CorruptError, UnsupportedError
 
@@ -46,11 +47,13 @@ class StageModules:
         copies: Weights that the stage stores more than once, without the first time.
         elsewhere: Tied weights that only layers of other stages store, with the shape of the shard
             on each tensor-parallel rank.
+        layers: The layers of the stage that have a file, in no order.
     """
 
     modules: tuple[OrderedDictValue, ...]
     copies: Copies = field(default_factory=dict)
     elsewhere: dict[str, tuple[Shape, ...]] = field(default_factory=dict)
+    layers: list[PipelineLayer] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,18 @@ class _Layer:
     @property
     def where(self) -> str:
         return self.contents[0].where
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is a module with neither parameters nor buffers."""
+        return not list(self.contents[0].items())
+
+    def stored(self, prefix: str, stage: int) -> PipelineLayer:
+        """What a writer has to know of it."""
+        content = self.contents[0]
+        keys = tuple(key for key, _ in content.items())
+        state = content.value.state if isinstance(content.value, OrderedDictValue) else None
+        return PipelineLayer(self.number, prefix, keys, stage, state)
 
     def shapes(self, tp: int) -> dict[str, Shape | None]:
         """Shape of each entry; None where it is no tensor."""
@@ -131,10 +146,11 @@ def assemble_modules(
                 f"{known[owners[1]].where} name",
                 where=layer.where,
             )
-        prefix = None if owners else _tied_prefix(layer, known)
+        prefix = None if owners or layer.is_empty else _tied_prefix(layer, known)
         if prefix is None:
             lowest = owners[0] if owners else lowest
             _add(found[lowest], layer, f"{layer.number}.")
+            found[lowest].layers.append(layer.stored(f"{layer.number}.", lowest))
         else:
             tied[prefix].append(layer)
     for prefix, copies in tied.items():
@@ -182,8 +198,7 @@ def _open_layers(
                 where=contents[1].where,
                 remedy="put only the files of one save into the folder",
             )
-        if keys[0]:
-            yield _Layer(number, contents)
+        yield _Layer(number, contents)
 
 
 def _tied_prefix(layer: _Layer, stages: Sequence[_Stage]) -> str | None:
@@ -244,6 +259,7 @@ def _add_tied(
         held[_owner_of(layer, prefix, owners, known, held)].append(layer)
     for number, copies in held.items():
         stage = found[number]
+        stage.layers += (layer.stored(prefix, number) for layer in copies)
         if not copies:
             names = [name for name in known[number].names if name.startswith(prefix)]
             stage.elsewhere |= {name: _shapes_of(name, prefix, layers) for name in names}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from restride.checkpoint.training import PipelineLayer
     from restride.checkpoint.values import StoredTensor
     from restride.formats.deepspeed._files import OptimizerFile, TagFolder
     from restride.formats.deepspeed._model import ModelFile
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._pipeline import Grid
     from restride.storage.torch_zip import TorchFiles
 
-__all__ = ["FileTable", "Run", "open_run", "open_stages"]
+__all__ = ["FileTable", "Run", "joined_run", "open_run", "open_stages"]
 
 _MOST_NAMED: Final = 5
 _MOST_RANKS: Final = 1 << 20
@@ -75,6 +76,7 @@ class Run:
         stage: ZeRO stage, where it is said.
         findings: What was noticed; readers add to it. All stages of a pipeline have one list.
         pipe: Number of the pipeline stage.
+        layers: Layers of a pipeline that have a file of their own.
         stage_count: Pipeline stages that it is of all at once, each with its own parameters; then
             the model-parallel ranks of all of them count as tensor-parallel ranks.
         copies: Further copies of weights that several layers of this stage are tied to: the shard
@@ -95,6 +97,7 @@ class Run:
     pipe: int = 0
     copies: Mapping[str, Sequence[tuple[StoredTensor, ...]]] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
+    layers: tuple[PipelineLayer, ...] = ()
     stage_count: int = 1
 
     @property
@@ -138,7 +141,11 @@ def open_run(root: Path, opened: TorchFiles, *, has_weights: bool = True) -> Run
         CorruptError: Files contradict each other, or the weights of a rank are missing.
         UnsupportedError: It is a DeepSpeed checkpoint of a kind that cannot be read.
     """
-    runs = open_stages(root, opened, has_weights=has_weights)
+    return joined_run(open_stages(root, opened, has_weights=has_weights))
+
+
+def joined_run(runs: Sequence[Run]) -> Run:
+    """The runs of all stages as one."""
     first, tp_size = runs[0], runs[0].tp_size
     if len(runs) == 1:
         return first
@@ -153,6 +160,7 @@ def open_run(root: Path, opened: TorchFiles, *, has_weights: bool = True) -> Run
             for run in runs
             for (dp, tp), zero in run.zeros.items()
         },
+        layers=tuple(layer for run in runs for layer in run.layers),
         stage_count=len(runs),
     )
 
@@ -207,6 +215,7 @@ def open_stages(root: Path, opened: TorchFiles, *, has_weights: bool = True) -> 
             pipe,
             read.layers.copies if read.layers else {},
             frozenset(read.layers.elsewhere) if read.layers else frozenset(),
+            tuple(read.layers.layers) if read.layers else (),
         )
         _check_stage(run)
         findings.extend(_missing(run, has_optimizer=bool(zeros)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
@@ -33,8 +34,13 @@ _MOST_KEYS: Final = 8
 _LARGEST: Final = 1 << 62
 
 
-def findings_of(writing: Writing) -> Iterator[Finding]:
-    """Tell of settings that do not fit the target, and of values that not all ranks share."""
+def findings_of(writing: Writing, chosen: Sequence[int] | None = None) -> Iterator[Finding]:
+    """Tell of settings that do not fit the target, and of values that not all ranks share.
+
+    Args:
+        writing: The conversion.
+        chosen: For each rank of a pipeline, the number of the one that speaks for it.
+    """
     yield from _stage(writing)
     yield from _experts(writing)
     yield from _batch(writing)
@@ -44,7 +50,13 @@ def findings_of(writing: Writing) -> Iterator[Finding]:
             f"{writing.target.dp} data-parallel ranks, and the engine that resumes must have it on"
         )
         yield Finding("note", "round-robin", message)
-    yield from _ranks(writing)
+    yield from _ranks(writing) if chosen is None else _stage_ranks(writing, chosen)
+
+
+def _stage_ranks(writing: Writing, chosen: Sequence[int]) -> Iterator[Finding]:
+    """The same for the ranks of a pipeline: the modules of stages are not to be compared."""
+    ranks = tuple(replace(rank, module={}) for rank in writing.training.ranks)
+    yield from rank_findings(replace(writing.training, ranks=ranks), chosen)
 
 
 def _stage(writing: Writing) -> Iterator[Finding]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from restride.checkpoint.values import OrderedDictValue, SizeValue
 from restride.formats.deepspeed._settings import round_robin_order
 from restride.formats.deepspeed._writing import keyed
-from restride.storage.torch_output import FileDraft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,10 +31,10 @@ def write_models(writing: Writing) -> None:
     arrays = {
         name: writing.output.array(selected, writing.layouts[name])
         for name, selected in writing.weights.items()
-        if not writing.is_expert(name)
+        if not writing.is_expert(name) and writing.stage is None
     }
     for tp in range(writing.target.tp):
-        draft = FileDraft(writing.model_name(tp))
+        draft = writing.draft(writing.model_name(tp))
         rank = writing.source_rank(0, tp, dp_size=1)
         made = {name: draft.tensor(array, tp) for name, array in arrays.items()}
         frozen = None
@@ -46,7 +45,10 @@ def write_models(writing: Writing) -> None:
                 if tensor.kind == "parameter" and not writing.is_owned(tensor.name, tp)
             ]
         entries: dict[Value, Value] = {
-            "module": module_of(writing, rank, made.__getitem__),
+            # The weights of a pipeline are in the files of its layers.
+            "module": None
+            if writing.stage is not None
+            else module_of(writing, rank, made.__getitem__),
             "param_shapes": [
                 # Of experts the first rank speaks for all: they hold equally many.
                 _shapes(flat_members(writing, number, group, tp))
@@ -111,11 +113,14 @@ def common_entries(writing: Writing, rank: ModelRank, tp: int) -> dict[Value, Va
         "shared_params": {
             alias: tensor.name for tensor in writing.tensors.values() for alias in tensor.aliases
         }
-        if tp == 0
+        if writing.model_rank(tp) == 0
         else {},
         "dp_world_size": target.dp,
-        "mp_world_size": target.tp,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": target.tp},
+        "mp_world_size": writing.model_ranks,
+        "checkpoint_parallel_dimensions": {
+            "pp_degree": writing.model_ranks // target.tp,
+            "tp_degree": target.tp,
+        },
     }
     if writing.universal_info is not None:
         entries["universal_checkpoint_info"] = writing.universal_info

@@ -27,7 +27,6 @@ from restride.formats.deepspeed._write_groups import (
 from restride.formats.deepspeed._write_model import flat_members, ordered
 from restride.formats.deepspeed._writing import FP32, keyed, optimizer_key
 from restride.layouts.flat import FlatGroup, zero_group
-from restride.storage.torch_output import FileDraft
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.training import ParameterGroup
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._writing import Writing
-    from restride.storage.torch_output import OutputArray
+    from restride.storage.torch_output import FileDraft, OutputArray
 
 __all__ = ["write_partitions"]
 
@@ -58,7 +57,7 @@ def write_partitions(writing: Writing) -> None:
 
 
 def _write_file(writing: Writing, groups: list[_FlatGroupWriter], dp: int, tp: int) -> None:
-    draft = FileDraft(writing.optimizer_name(tp, dp))
+    draft = writing.draft(writing.optimizer_name(tp, dp))
     states: dict[Value, Value] = {}
     target_rank = writing.target.rank(dp, tp)
     for number, group in enumerate(groups):

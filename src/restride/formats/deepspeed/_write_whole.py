@@ -73,14 +73,14 @@ def write_whole(writing: Writing) -> None:
     weights = {
         name: writing.output.array(selected, writing.layouts[name])
         for name, selected in writing.weights.items()
-        if not writing.is_expert(name)
+        if not writing.is_expert(name) and writing.stage is None
     }
     if writing.experts is not None:
         _write_copies(writing, writing.experts, kind, weights)
         return
     parts = _parts(writing, kind)
     for tp in range(writing.target.tp):
-        optimizer = _Optimizer(writing, kind, tp, parts, FileDraft(writing.model_name(tp)))
+        optimizer = _Optimizer(writing, kind, tp, parts, writing.draft(writing.model_name(tp)))
         _add_model(writing, weights, optimizer, tp)
     if kind == "bare":
         writing.findings.extend(_unlisted(writing))
@@ -131,7 +131,8 @@ def _add_model(
         if name not in made:
             made[name] = draft.tensor(array, tp)
     entries: dict[Value, Value] = {
-        "module": module_of(writing, rank, made.__getitem__),
+        # The weights of a pipeline are in the files of its layers.
+        "module": None if writing.stage is not None else module_of(writing, rank, made.__getitem__),
         "param_shapes": None,
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,

@@ -12,8 +12,10 @@ from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._settings import is_bf16, is_round_robin, uses_bf16_optimizer
 from restride.formats.deepspeed._spread import spread_dense
+from restride.formats.deepspeed._stage_place import StageDraft
 from restride.formats.deepspeed._write_maps import universal_info
 from restride.layouts.scaled import scaled_state
+from restride.storage.torch_output import FileDraft
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._expert_target import PlacedExperts
     from restride.formats.deepspeed._spread import Spread
+    from restride.formats.deepspeed._stage_place import StagePlace
     from restride.formats.deepspeed.target import DeepSpeedTarget
     from restride.storage.torch_output import OutputArray, TorchOutput
 
@@ -48,6 +51,7 @@ class Writing:
         tensors: Tensors of the source by name.
         output: Files so far.
         experts: Layers of experts that AutoEP made, where there are any.
+        stage: The stage of a pipeline that this is of; then ranks, groups and tensors are its own.
         findings: What the user should know; parts add to it.
     """
 
@@ -59,6 +63,7 @@ class Writing:
     tensors: Mapping[str, TensorEntry]
     output: TorchOutput
     experts: PlacedExperts | None = None
+    stage: StagePlace | None = None
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -75,6 +80,8 @@ class Writing:
         Raises:
             UnsupportedError: A layout has no words in DeepSpeed's format.
         """
+        if self.stage is not None:
+            return self.stage.info
         if self.target.tp == 1:
             return None
         parameters = {
@@ -152,7 +159,24 @@ class Writing:
                 and how this state follows is not known.
         """
         scaled = scaled_state(layout, state, f"tensor {tensor.name!r}")
-        return self.output.array(self.selected(tensor, state), scaled)
+        return self.array(self.selected(tensor, state), scaled)
+
+    def array(self, selected: Selected, layout: Layout) -> OutputArray:
+        """Announce an array, cut by `layout` over the ranks of the stage, or of the run."""
+        return self.output.array(selected, self.stage.placed(layout) if self.stage else layout)
+
+    def draft(self, name: str) -> FileDraft:
+        """Begin a file."""
+        return FileDraft(name) if self.stage is None else StageDraft(name, place=self.stage)
+
+    @property
+    def model_ranks(self) -> int:
+        """Model-parallel ranks of the target: the tensor-parallel ones of all stages."""
+        return self.target.tp * (self.stage.count if self.stage else 1)
+
+    def model_rank(self, tp: int) -> int:
+        """Number of a tensor-parallel rank among them."""
+        return tp + (self.stage.number * self.target.tp if self.stage else 0)
 
     def selected(self, tensor: TensorEntry, state: str) -> Selected:
         """Where a state is read from.
@@ -191,14 +215,15 @@ class Writing:
     def model_name(self, tp: int, dp: int | None = None) -> str:
         """File of the weights of a rank; of one data-parallel rank under ZeRO-3."""
         partition = "" if dp is None else f"zero_pp_rank_{dp}_"
-        return f"{self.training.tag}/{partition}mp_rank_{tp:02d}_model_states.pt"
+        return f"{self.training.tag}/{partition}mp_rank_{self.model_rank(tp):02d}_model_states.pt"
 
     def optimizer_name(self, tp: int, dp: int) -> str:
         """File of the optimizer of a rank; its prefix follows the engine's own configuration."""
         config = self.config
         is_prefixed = self.dtype.name == "bfloat16" if config is None else is_bf16(config)
+        mp = self.model_rank(tp)
         prefix = "bf16_" if is_prefixed else ""
-        return f"{self.training.tag}/{prefix}zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt"
+        return f"{self.training.tag}/{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
 
     @property
     def dtype(self) -> DType:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from restride.algebra.mesh import Mesh
 from restride.errors import UnsupportedError
+from restride.formats.deepspeed.stage_cut import StageCut
 
 __all__ = ["DeepSpeedTarget"]
 
@@ -21,9 +22,11 @@ class DeepSpeedTarget:
 
     Attributes:
         tp: Tensor-parallel ranks.
-        dp: Data-parallel ranks: ranks in all, divided by `tp`.
+        dp: Data-parallel ranks: ranks in all, divided by `tp` and `pp`.
         zero: ZeRO stage; 0 without ZeRO.
         ep: Expert-parallel ranks of AutoEP, a part of the data-parallel ones; 1 without it.
+        pp: Stages of a pipeline, each with as many ranks; 1 without one.
+        cut: How its layers are dealt out to the stages.
 
     Raises:
         UnsupportedError: A number is out of range, or the expert-parallel ranks do not fit into the
@@ -38,16 +41,21 @@ class DeepSpeedTarget:
     dp: int
     zero: int
     ep: int = 1
+    pp: int = 1
+    cut: StageCut = field(default_factory=StageCut)
 
     def __post_init__(self) -> None:
-        for axis, size in (("tp", self.tp), ("dp", self.dp), ("ep", self.ep)):
+        axes = {"tp": self.tp, "dp": self.dp, "ep": self.ep, "pp": self.pp}
+        for axis, size in axes.items():
             if not 1 <= size <= _MOST_RANKS:
                 raise UnsupportedError(
                     f"a run has no {axis} of {size}", remedy=f"choose 1 to {_MOST_RANKS}"
                 )
-        if self.tp * self.dp > _MOST_RANKS:
+        if self.pp * self.tp * self.dp > _MOST_RANKS:
+            stages = f"{self.pp} * " if self.pp > 1 else ""
             raise UnsupportedError(
-                f"a run has no {self.tp} * {self.dp} ranks", remedy=f"choose at most {_MOST_RANKS}"
+                f"a run has no {stages}{self.tp} * {self.dp} ranks",
+                remedy=f"choose at most {_MOST_RANKS}",
             )
         if self.zero not in _STAGES:
             raise UnsupportedError(
@@ -67,7 +75,7 @@ class DeepSpeedTarget:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks ``dp, tp``; tensor parallelism is the fastest."""
+        """The ranks ``dp, tp`` of one stage; tensor parallelism is the fastest."""
         return Mesh((("dp", self.dp), ("tp", self.tp)))
 
     @property

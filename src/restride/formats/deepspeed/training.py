@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.orders import merged_order
-from restride.checkpoint.training import ModelRank, ParameterGroup, Training
+from restride.checkpoint.training import (
+    ModelRank,
+    ParameterGroup,
+    Pipeline,
+    PipelineStage,
+    Training,
+)
 from restride.checkpoint.values import OrderedDictValue, StoredTensor
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed import _model, _optimizer
 from restride.formats.deepspeed._fields import Field, shown
-from restride.formats.deepspeed._run import open_run
+from restride.formats.deepspeed._run import joined_run, open_stages
 from restride.formats.deepspeed._settings import group_order, is_round_robin
+from restride.formats.deepspeed._stage_groups import merged_groups
 from restride.formats.deepspeed._training_whole import with_whole_optimizer
 from restride.formats.deepspeed._whole import read_whole
 from restride.formats.deepspeed._whole_experts import find_experts
@@ -57,6 +64,7 @@ _DESCRIBED_BY_LAYOUTS: Final = frozenset(
     }
 )
 _PATTERNS: Final = "_patterns"
+_RANK_OF_LAYER: Final = "-model_00-"
 
 
 def read_training(catalog: Catalog, opened: TorchFiles | None = None) -> Training:
@@ -74,7 +82,8 @@ def read_training(catalog: Catalog, opened: TorchFiles | None = None) -> Trainin
     Cost:
         O(metadata of all files); no tensor is read.
     """
-    run = open_run(Path(catalog.root), opened or TorchFiles())
+    runs = open_stages(Path(catalog.root), opened or TorchFiles())
+    run = joined_run(runs)
     whole = read_whole(run, find_experts(run))
     if whole is not None:
         return with_whole_optimizer(read_model_training(run, catalog), whole)
@@ -85,14 +94,49 @@ def read_training(catalog: Catalog, opened: TorchFiles | None = None) -> Trainin
             where=str(run.folder.path),
             remedy="convert the weights with --to safetensors",
         )
+    stages = [
+        tuple(
+            _without_arrays(group, catalog)
+            for own in _first_file(stage)
+            for group in _groups(stage, own)
+        )
+        for stage in runs
+    ]
     return replace(
         read_model_training(run, catalog),
-        groups=tuple(_without_arrays(group, catalog) for group in _groups(run, zero)),
+        groups=merged_groups(stages, _order(run), str(run.folder.path)),
+        pipeline=_pipeline(runs, stages) if run.is_of_pipeline else None,
         optimizer={
             key: entry.value
             for key, entry in zero.state.items()
             if key not in _optimizer.CONSUMED_KEYS and key != "zero_stage"
         },
+    )
+
+
+def _first_file(run: Run) -> list[ZeroFile]:
+    """The file that speaks for a stage; findings tell where there is none."""
+    return [*run.zeros.values()][:1]
+
+
+def _pipeline(runs: Sequence[Run], groups: Sequence[tuple[ParameterGroup, ...]]) -> Pipeline:
+    layers = sorted((layer for run in runs for layer in run.layers), key=lambda own: own.number)
+    names = [
+        tuple(
+            dict.fromkeys(
+                name
+                for model in run.models
+                for group in (*(model.param_shapes or ()), sorted(model.buffer_names))
+                for name in group
+            )
+        )
+        for run in runs
+    ]
+    names_ranks = any(_RANK_OF_LAYER in file.name for file in runs[0].folder.layers)
+    return Pipeline(
+        tuple(layers),
+        tuple(PipelineStage(*stage) for stage in zip(names, groups, strict=True)),
+        names_ranks=names_ranks and runs[0].tp_size == 1,
     )
 
 

@@ -7,6 +7,7 @@
     TAG/[bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt       optimizer of a (dp, tp) rank
     TAG/layer_L_expert_E_mp_rank_00_model_states.pt            an expert of AutoEP, but at ZeRO-3
     TAG/expp_rank_E_mp_rank_00_optim_states.pt                 without ZeRO: optimizer of its rank
+    TAG/layer_LL[-model_TT]-model_states.pt                    weights of a layer of a pipeline
 
 An engine with so many ranks and this ZeRO stage resumes from it with plain ``load_checkpoint``: no
 universal folder in between.
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING
 from restride.checkpoint.selection import select_weights
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_target import place_experts
-from restride.formats.deepspeed._files import is_layer_file
 from restride.formats.deepspeed._write_chunks import write_chunks
 from restride.formats.deepspeed._write_experts import write_expert_files
 from restride.formats.deepspeed._write_findings import findings_of
 from restride.formats.deepspeed._write_model import write_models
 from restride.formats.deepspeed._write_partitions import write_partitions
+from restride.formats.deepspeed._write_pipeline import write_pipeline
 from restride.formats.deepspeed._write_whole import write_whole
 from restride.formats.deepspeed._writing import Writing
 from restride.storage.torch_output import TorchOutput
@@ -75,7 +76,7 @@ def lay_out(
                 where=catalog.root,
                 remedy="`restride check` lists everything that is missing",
             )
-    _require_module(catalog)
+    _require_stages(catalog, training, target)
     _require_cut(catalog, training, target)
     _require_settings(catalog, training)
     tensors = {tensor.name: tensor for tensor in catalog.tensors}
@@ -98,7 +99,10 @@ def lay_out(
         experts=placed,
     )
     writing.require_known()
-    if target.zero == _PARTITIONED_WEIGHTS:
+    chosen: list[int] | None = None
+    if training.pipeline is not None:
+        chosen = write_pipeline(writing, training.pipeline)
+    elif target.zero == _PARTITIONED_WEIGHTS:
         write_chunks(writing)
     elif not target.zero:
         write_whole(writing)
@@ -108,7 +112,7 @@ def lay_out(
     if placed is not None and target.zero != _PARTITIONED_WEIGHTS:
         write_expert_files(writing, placed)
     writing.output.add_file("latest", training.tag.encode())
-    writing.findings.extend(findings_of(writing))
+    writing.findings.extend(findings_of(writing, chosen))
     return writing.output.finish(tuple(writing.findings))
 
 
@@ -136,12 +140,26 @@ def _require_cut(catalog: Catalog, training: Training, target: DeepSpeedTarget) 
             )
 
 
-def _require_module(catalog: Catalog) -> None:
-    """Layers of a pipeline are no modules of a model: no engine would find their names."""
+def _require_stages(catalog: Catalog, training: Training, target: DeepSpeedTarget) -> None:
+    """Layers of a pipeline are no modules of a model, and a model has no stages."""
     is_staged = "pp" in dict(catalog.mesh.axes)
-    if is_staged or any(is_layer_file(file.name) for file in catalog.files):
+    if training.pipeline is not None:
+        if target.ep > 1:
+            raise UnsupportedError(
+                f"is of a pipeline, which has no experts for ep={target.ep}", where=catalog.root
+            )
+        return
+    if is_staged:
         raise UnsupportedError(
-            "is of a pipeline: its sharded form has a file for each layer, which cannot be written",
+            "is a universal folder of a pipeline, without the files of its layers: nothing says "
+            "which layers there are, and their buffers are lost",
             where=catalog.root,
-            remedy="convert with --to universal, from which pipelines of any stages resume",
+            remedy="convert the sharded checkpoint that it was made of, or resume from the "
+            "universal folder itself: it fits pipelines of any stages",
+        )
+    if target.pp > 1 or target.cut.is_said or target.cut.tied:
+        raise UnsupportedError(
+            "is of no pipeline, and has no layers that could be dealt out to stages",
+            where=catalog.root,
+            remedy="leave out what is said of stages: pp, pp_layers, pp_tied",
         )

@@ -1,0 +1,59 @@
+"""Options that say how the layers of a pipeline are dealt out to its stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["stage_options"]
+
+_Decorated = TypeVar("_Decorated", bound="Callable[..., object]")
+
+
+def stage_options(command: _Decorated) -> _Decorated:
+    """Add ``--pp``, ``--pp-layers`` and ``--pp-tied`` to a command."""
+    options = (
+        click.option(
+            "--pp",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Stages of a pipeline. Default: those of CHECKPOINT, with the same layers.",
+        ),
+        click.option(
+            "--pp-layers",
+            metavar="CUT",
+            help="How the layers are dealt out to other stages: the first of each, as 0,3,6, or "
+            "parameters (default), uniform, or one of these with the number of all layers, as "
+            "uniform:9. PipelineModule must do the same.",
+        ),
+        click.option(
+            "--pp-tied",
+            multiple=True,
+            metavar="KEY=LAYERS",
+            callback=_as_tied,
+            help="All layers that use a tied module, as embed=0,8, where CHECKPOINT does not tell. "
+            "May be repeated.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _as_tied(
+    _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, tuple[int, ...]] | None:
+    found: dict[str, tuple[int, ...]] = {}
+    for value in values:
+        key, _, numbers = value.rpartition("=")
+        parts = [part.strip() for part in numbers.split(",")]
+        if not key or not all(part.isdecimal() and len(part) <= 9 for part in parts):  # noqa: PLR2004
+            raise click.BadParameter(
+                f"{value!r} does not say which layers use a tied module: as embed=0,8"
+            )
+        found[key] = (*found.get(key, ()), *map(int, parts))
+    return found or None

@@ -1,0 +1,329 @@
+"""Which layers, tied modules and parameter groups each stage of a target has.
+
+The stages of the source are kept where their number stays. For another number the layers are dealt
+out anew, as the module of the engine that resumes does it: by a method that can be computed from
+what the layers train, or as the user says. A module has its tied modules first, in the order of
+their first use, and then its layers (deepspeed 0.19.8 `runtime/pipe/module.py`, `_build`); a script
+that gives the optimizer its parameters in another order can keep its stages, and cannot change
+them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+from restride.checkpoint.catalog import Finding
+from restride.errors import UnsupportedError
+from restride.formats.deepspeed._partition_methods import balanced_starts, uniform_starts
+from restride.formats.deepspeed._stage_groups import require_one_order
+from restride.formats.deepspeed._stage_layers import TIED, KnownLayers, tied_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from restride.checkpoint.training import ParameterGroup, Pipeline, PipelineLayer, Training
+    from restride.formats.deepspeed.stage_cut import StageCut
+
+__all__ = ["CutStages", "TargetStage", "cut_stages"]
+
+_MOST_SHOWN: Final = 16
+_Key = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStage:
+    """One stage of what is written.
+
+    Attributes:
+        number: Which one.
+        source: The stage of the source whose ranks speak for its ranks.
+        names: Trained parameters and buffers of its module.
+        groups: Its parameter groups; none that is empty.
+        layers: Its layers that have a file.
+    """
+
+    number: int
+    source: int
+    names: frozenset[str]
+    groups: tuple[ParameterGroup, ...]
+    layers: tuple[PipelineLayer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CutStages:
+    """All stages, and what to tell of them."""
+
+    stages: tuple[TargetStage, ...]
+    findings: tuple[Finding, ...]
+
+
+def cut_stages(
+    training: Training,
+    pipeline: Pipeline,
+    cut: StageCut,
+    count: int,
+    numels: Callable[[str], Sequence[int]],
+    where: str,
+) -> CutStages:
+    """Deal the layers of a pipeline out to the stages of a target.
+
+    Args:
+        training: The source.
+        pipeline: Its layers and stages.
+        cut: What the user says.
+        count: Stages of the target.
+        numels: Elements of a parameter on each tensor-parallel rank of the target.
+        where: The checkpoint, for errors.
+
+    Raises:
+        UnsupportedError: Nothing tells what a stage has, or what is said does not fit.
+    """
+    if count == len(pipeline.stages) and not cut.is_said:
+        KnownLayers(pipeline, cut.tied, where)  # what is told has to be so all the same
+        return _kept(pipeline)
+    return _Cutter(training, pipeline, cut, count, numels, where).run()
+
+
+def _kept(pipeline: Pipeline) -> CutStages:
+    stages = tuple(
+        TargetStage(
+            number,
+            number,
+            frozenset(stage.names),
+            stage.groups,
+            tuple(layer for layer in pipeline.layers if layer.stage == number),
+        )
+        for number, stage in enumerate(pipeline.stages)
+    )
+    shown = "; ".join(_spans(stage.layers) for stage in stages[:_MOST_SHOWN])
+    more = "; ..." if len(stages) > _MOST_SHOWN else ""
+    message = (
+        f"the {len(stages)} stages keep the layers that they have ({shown}{more}): the "
+        "PipelineModule that resumes must deal them out as that of the source did"
+    )
+    note = Finding("note", "stages", message)
+    return CutStages(stages, (note,) if len(stages) > 1 else ())
+
+
+def _spans(layers: Sequence[PipelineLayer]) -> str:
+    if not layers:
+        return "none with a file"
+    numbers = sorted(layer.number for layer in layers)
+    return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+
+
+class _Cutter:
+    def __init__(
+        self,
+        training: Training,
+        pipeline: Pipeline,
+        cut: StageCut,
+        count: int,
+        numels: Callable[[str], Sequence[int]],
+        where: str,
+    ) -> None:
+        self._groups = training.groups
+        self._pipeline = pipeline
+        self._cut = cut
+        self._count = count
+        self._numels = numels
+        self._where = where
+        self._known = KnownLayers(pipeline, cut.tied, where)
+        self._trained = {name for group in training.groups for name in group.names}
+
+    def run(self) -> CutStages:
+        """Deal everything out."""
+        self._require_module_order()
+        if len(self._groups) > 1:
+            require_one_order([stage.groups for stage in self._pipeline.stages], self._where)
+        starts, how = self._starts()
+        holders = {
+            prefix: self._known.stages_with(prefix, partial(_stage_of, starts), starts[-1])
+            for prefix in self._known.tied
+        }
+        stages = tuple(self._stage(number, starts, holders) for number in range(self._count))
+        note = Finding("note", "stages", _told(starts, how), "", {"starts": list(starts)})
+        return CutStages(stages, (note,) if self._count > 1 else ())
+
+    def _stage(
+        self, number: int, starts: Sequence[int], holders: Mapping[str, frozenset[int]]
+    ) -> TargetStage:
+        layers = tuple(
+            layer for layer in self._pipeline.layers if _stage_of(starts, layer.number) == number
+        )
+        own = [prefix for prefix, stages in holders.items() if number in stages]
+        tied = self._in_order(own, number, starts)
+        places = {name: (1, layer.number, 0) for layer in layers for name in layer.names}
+        names = {
+            name
+            for name in self._all_names()
+            if (prefix := tied_prefix(name)) in tied or (prefix is None and name in places)
+        }
+        groups = tuple(
+            replace(group, names=tuple(sorted(members, key=self._key(tied))))
+            for group in self._groups
+            if (members := [name for name in group.names if name in names])
+        )
+        if not groups:
+            raise UnsupportedError(
+                f"stage {number} of {self._count} would have no parameter to train (layers "
+                f"{starts[number]} to {self._stop(number, starts) - 1})",
+                where=self._where,
+                remedy="choose fewer stages with --pp, or give the first layer of each as "
+                "--pp-layers 0,3,6",
+            )
+        source = number * len(self._pipeline.stages) // self._count
+        return TargetStage(number, source, frozenset(names), groups, layers)
+
+    def _stop(self, number: int, starts: Sequence[int]) -> int:
+        return starts[number + 1] if number + 1 < len(starts) else self._known.count
+
+    def _all_names(self) -> dict[str, None]:
+        return dict.fromkeys(name for stage in self._pipeline.stages for name in stage.names)
+
+    def _in_order(
+        self, prefixes: Sequence[str], number: int, starts: Sequence[int]
+    ) -> tuple[str, ...]:
+        """Tied modules of a stage in the order in which its layers use them first."""
+        if len(prefixes) <= 1 or self._count == 1:
+            return tuple(prefixes)  # of one stage it is the order of the source's stages
+        first: dict[str, int] = {}
+        for prefix in prefixes:
+            uses = self._known.uses(prefix)
+            hidden = self._known.hidden_uses(prefix, starts[-1])
+            own, unsure = (
+                [use for use in numbers if _stage_of(starts, use) == number]
+                for numbers in (uses, hidden)
+            )
+            first[prefix] = min(own, default=self._known.count)
+            if unsure and min(unsure) < first[prefix]:
+                raise self._known.untold_error(prefix, min(unsure))
+        return tuple(sorted(prefixes, key=first.__getitem__))
+
+    def _key(self, tied: Sequence[str]) -> Callable[[str], _Key]:
+        """Where a module has a name: tied modules first, then layers."""
+        places: dict[str, _Key] = {}
+        for layer in self._pipeline.layers:
+            is_tied = layer.prefix.startswith(TIED)
+            if is_tied and layer.prefix not in tied:
+                continue
+            first = (0, tied.index(layer.prefix)) if is_tied else (1, layer.number)
+            for number, name in enumerate(layer.names):
+                places.setdefault(name, (*first, number))
+        return places.__getitem__
+
+    def _require_module_order(self) -> None:
+        """Other stages have the parameters of a group in the order of the module, or nobody knows.
+
+        That the source has them so is taken for a script that gives them to the optimizer so.
+        """
+        for number, stage in enumerate(self._pipeline.stages):
+            for place, group in enumerate(stage.groups):
+                tied = dict.fromkeys(filter(None, map(tied_prefix, group.names)))
+                key = self._key([*tied])
+                for first, second in pairwise(group.names):
+                    if key(first) > key(second):
+                        raise UnsupportedError(
+                            f"parameter group {place} of stage {number} has {second!r} after "
+                            f"{first!r}, which is not the order of the module: nothing says in "
+                            "which order an optimizer of other stages has them",
+                            where=self._where,
+                            remedy="keep the stages of the source, or convert with --to universal",
+                        )
+
+    def _starts(self) -> tuple[tuple[int, ...], str]:
+        """First layer of each stage, and who says so."""
+        starts = self._cut.starts
+        if starts is not None:
+            if len(starts) != self._count:
+                raise UnsupportedError(
+                    f"{len(starts)} first layers are given for {self._count} stages",
+                    remedy=f"give {self._count} of them, or leave out --pp",
+                )
+            return starts, "as said"
+        if self._count == 1:
+            return (0,), "all of them"
+        method = self._cut.method or "parameters"
+        said = self._cut.layer_count
+        known = self._known.count
+        if said is not None and said < known:
+            raise UnsupportedError(
+                f"the pipeline has at least {known} layers, {said} are said",
+                where=self._where,
+                remedy=f"give their number, as --pp-layers {method}:{known}",
+            )
+        compute = self._uniform if method == "uniform" else self._by_parameters
+        # Functions behind the last file are not known, and may move the cuts.
+        counts = [said] if said is not None else [*range(known, known + self._count + 1)]
+        found = {count: compute(count) for count in counts}
+        starts = found[counts[0]]
+        if len({self._dealt(own) for own in found.values()}) > 1:
+            raise UnsupportedError(
+                f"the method {method!r} has other stages for {counts[0]} layers than for "
+                f"{counts[-1]}, and nothing says how many functions without a file come after "
+                f"layer {known - 1}",
+                where=self._where,
+                remedy=f"give the number of all layers, as --pp-layers {method}:{known}, or the "
+                "first layer of each stage",
+            )
+        return starts, f"partition_method {method!r} of {counts[0]} layers"
+
+    def _dealt(self, starts: Sequence[int]) -> tuple[int, ...]:
+        """The stage of each layer that is known."""
+        return tuple(_stage_of(starts, number) for number in range(self._known.count))
+
+    def _uniform(self, count: int) -> tuple[int, ...]:
+        return uniform_starts(count, self._count)
+
+    def _by_parameters(self, count: int) -> tuple[int, ...]:
+        """Balance what the layers train, as each tensor-parallel rank does for itself."""
+        for prefix in self._known.untold:
+            raise self._known.untold_error(prefix)
+        tied = {
+            number: prefix for prefix in self._known.tied for number in self._known.uses(prefix)
+        }
+        prefixes = {layer.number: layer.prefix for layer in self._pipeline.layers} | tied
+        members: dict[str, list[str]] = {}
+        for layer in self._pipeline.layers:
+            members.setdefault(layer.prefix, [n for n in layer.names if n in self._trained])
+        numels = {
+            prefix: [self._numels(name) for name in names] for prefix, names in members.items()
+        }
+        ranks = len(self._numels(next(iter(self._trained))))
+        found = {
+            balanced_starts(
+                [
+                    sum(numel[rank] for numel in numels.get(prefixes.get(number, ""), ()))
+                    for number in range(count)
+                ],
+                self._count,
+            )
+            for rank in range(ranks)
+        }
+        if len(found) > 1:
+            raise UnsupportedError(
+                "the tensor-parallel ranks hold shards of different sizes, and would each balance "
+                "the stages otherwise",
+                where=self._where,
+                remedy="give the first layer of each stage, as --pp-layers 0,3,6",
+            )
+        return found.pop()
+
+
+def _stage_of(starts: Sequence[int], layer: int) -> int:
+    return bisect_right(starts, layer) - 1
+
+
+def _told(starts: Sequence[int], how: str) -> str:
+    shown = ", ".join(map(str, starts[:_MOST_SHOWN])) + (
+        ", ..." if len(starts) > _MOST_SHOWN else ""
+    )
+    second = f"{starts[1]}" if len(starts) > 1 else "all"
+    return (
+        f"the stages begin with layers {shown} ({how}): the PipelineModule that resumes must deal "
+        f"them out so too, and says it when it starts (stage=0 layers={second})"
+    )
