@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from restride.errors import PlanError
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from restride.api import PartExecutor
-
-__all__ = ["Process", "as_process", "open_executor", "process_of"]
+__all__ = ["Process", "as_process", "process_of"]
 
 _PART: Final = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
 _NUMBER: Final = re.compile(r"\d{1,10}", re.ASCII)
@@ -88,42 +81,6 @@ def as_process(
             param=parameter,
         )
     return int(found[1]), int(found[2])
-
-
-def open_executor(name: str | None) -> AbstractContextManager[PartExecutor | None]:
-    """Make the executor that a user names as ``module:factory``, to be used in a ``with`` block.
-
-    A module may be in the working directory. The factory is called without arguments; what it
-    returns is closed at the end if it can be.
-
-    Raises:
-        PlanError: There is no such module, or nothing of that name in it, or it makes no executor.
-    """
-    if name is None:
-        return nullcontext(None)
-    module_name, _, attributes = name.partition(":")
-    if not module_name or not attributes:
-        raise PlanError(
-            f"--executor {name!r} names nothing to call",
-            remedy="write it as MODULE:FUNCTION, such as concurrent.futures:ProcessPoolExecutor",
-        )
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as for `python -m`, which has it
-    try:
-        found: object = importlib.import_module(module_name)
-        for attribute in attributes.split("."):
-            found = getattr(found, attribute)
-    except (ImportError, AttributeError) as error:
-        raise PlanError(f"--executor {name!r} cannot be found ({error})") from error
-    executor: object = found() if callable(found) else found
-    if not callable(getattr(executor, "submit", None)):
-        raise PlanError(
-            f"--executor {name!r} makes a {type(executor).__name__}, which has no submit()",
-            remedy="name something that returns an executor as of concurrent.futures",
-        )
-    if isinstance(executor, AbstractContextManager):
-        return executor
-    return nullcontext(executor)  # type: ignore[arg-type]  # it has submit, and no more is asked
 
 
 def _slurm_step(environment: Mapping[str, str]) -> tuple[str, int] | None:
