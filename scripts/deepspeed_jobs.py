@@ -35,6 +35,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import native_moe
+
 SECONDS = 180
 HIDDEN, HEADS, KV_HEADS = 64, 8, 4
 LAYERS, VOCABULARY, POSITIONS = 2, 128, 64
@@ -42,6 +44,8 @@ LAYERS, VOCABULARY, POSITIONS = 2, 128, 64
 WITHOUT_FORWARD = {"bloom", "falcon", "mpt"}
 # transformers' plan cuts CodeGen's fused weight against its heads.
 WITHOUT_PLAN = {"codegen"}
+# Layers of DeepSpeed's own mixture of experts, with an expert beside them or not.
+NATIVE = {"native_moe": False, "native_residual_moe": True}
 
 
 def build(name: str, hidden: int, heads: int, kv_heads: int) -> Any:
@@ -180,7 +184,7 @@ def settings_of(job: dict[str, Any]) -> dict[str, Any]:
         settings["bf16"] = {"enabled": True}
     if job.get("tp", 1) > 1:
         settings["tensor_parallel"] = {"autotp_size": job["tp"]}
-    if job.get("ep"):
+    if job.get("ep") and job["model"] not in NATIVE:
         settings["expert_parallel"] = {"enabled": True, "autoep_size": job["ep"]}
     for key, value in job.get("config", {}).items():
         merged = settings.get(key)
@@ -188,12 +192,10 @@ def settings_of(job: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def train(rank: int, job: dict[str, Any]) -> list[str]:
-    import deepspeed
-    import torch
-
-    torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="gloo")
+def model_of(rank: int, job: dict[str, Any]) -> Any:
+    if job["model"] in NATIVE:
+        is_residual = NATIVE[job["model"]]
+        return native_moe.build(VOCABULARY, rank, job.get("ep", 1), residual=is_residual)
     model = build(
         job["model"],
         job.get("hidden", HIDDEN),
@@ -202,6 +204,16 @@ def train(rank: int, job: dict[str, Any]) -> list[str]:
     )
     if job["model"] in WITHOUT_PLAN:
         hide_plan(model)
+    return model
+
+
+def train(rank: int, job: dict[str, Any]) -> list[str]:
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = model_of(rank, job)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=trained(model, job), config=settings_of(job)
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import restride
 from restride import api
 from restride.cli import main
-from restride.errors import CorruptError, FormatError, UnsupportedError
+from restride.errors import CorruptError, FormatError
 from restride.formats.deepspeed import read_catalog
 from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
 from restride.testing.gather import gather, gather_all
@@ -597,12 +597,12 @@ def test_optimizers_of_experts_with_and_without_zero_are_of_two_saves(experts):
         read_catalog(experts)
 
 
-def test_experts_that_nothing_describes_are_refused(tmp_path):
+def test_optimizers_of_experts_that_are_nowhere_are_refused(tmp_path):
     written(tmp_path / "run", {"a": parameter((3, 3), 1)}, "unfused")
     name = "expp_rank_0_mp_rank_00_optim_states.pt"
     shutil.copy(RECORDED / "experts_z0" / "step" / name, tmp_path / "run" / "step")
 
-    with pytest.raises(UnsupportedError, match="no ds_autoep_layers"):
+    with pytest.raises(CorruptError, match="neither ds_autoep_layers nor files of experts"):
         read_catalog(tmp_path / "run")
 
 

@@ -35,9 +35,17 @@ def describe_layout(layout: Layout) -> str:
         'dim 1 over tp'
         >>> describe_layout(codegen_qkv((48, 8), mesh={"tp": 2}, heads=16))
         'codegen-qkv over tp'
+        >>> describe_layout(split((4, 6), mesh={"ep": 2}, sizes=[0, 4]))
+        'whole on ep 1'
     """
     if layout.rank_count == 1:
         return "whole"
+    holders = [rank for rank in range(layout.rank_count) if layout.shard_numel(rank)]
+    if len(holders) == 1 and layout.pieces(holders[0]) == replicated(
+        layout.full_shape, mesh={"rank": 1}
+    ).pieces(0):
+        place = layout.mesh.coordinates(holders[0])
+        return f"whole on {', '.join(f'{name} {index}' for name, index in place.items())}"
     found = signature(layout)
     for words, candidate in _candidates(layout):
         if signature(candidate) == found:

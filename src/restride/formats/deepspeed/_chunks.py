@@ -28,7 +28,7 @@ from restride.formats.deepspeed._partitions import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from restride.formats.deepspeed._experts import ExpertParameter
+    from restride.formats.deepspeed._expert_files import Expert
     from restride.formats.deepspeed._model import ModelFile, Shapes
     from restride.formats.deepspeed._optimizer import ZeroFile
     from restride.formats.deepspeed._run import Run
@@ -38,7 +38,7 @@ __all__ = ["frozen_chunks", "read_chunks"]
 _SHARD_GROUPS: Final = "mics_shard_size"
 
 
-def read_chunks(run: Run, experts: Mapping[str, ExpertParameter]) -> Partitions:
+def read_chunks(run: Run, experts: Mapping[str, Expert]) -> Partitions:
     """Match the partitions of all ranks to the parameters of the model files.
 
     Raises:
@@ -112,7 +112,7 @@ def _chunk(partition: int, width: int, numel: int, base: int) -> Fragment:
 
 
 class _Reader:
-    def __init__(self, run: Run, experts: Mapping[str, ExpertParameter], found: Partitions) -> None:
+    def __init__(self, run: Run, experts: Mapping[str, Expert], found: Partitions) -> None:
         self._run = run
         self._ranks = ExpertRanks(run, experts)
         self._found = found

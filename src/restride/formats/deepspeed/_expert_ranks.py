@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from restride.errors import CorruptError
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from restride.algebra.layout import Shape
-    from restride.formats.deepspeed._experts import ExpertParameter
+    from restride.formats.deepspeed._expert_files import Expert
     from restride.formats.deepspeed._model import Shapes
     from restride.formats.deepspeed._run import Run
 
@@ -26,10 +27,10 @@ class ExpertRanks:
 
     Args:
         run: The files.
-        experts: Stacked experts by name.
+        experts: Tensors of experts by name.
     """
 
-    def __init__(self, run: Run, experts: Mapping[str, ExpertParameter]) -> None:
+    def __init__(self, run: Run, experts: Mapping[str, Expert]) -> None:
         self._run = run
         self._experts = experts
         config = run.models[0].root.get("ds_config")
@@ -69,13 +70,39 @@ class ExpertRanks:
         return list(range(cutter, self._run.dp_size, cutters))
 
     def held(self, members: Shapes, cutter: int) -> dict[str, Shape]:
-        """Shapes of the shards that a cutter has of a group."""
+        """Shapes of the shards that a cutter has of a group, by the names of the first one."""
         return {
-            name: (len(self._experts[name].placement[cutter]), *shape[1:])
-            if name in self._experts
-            else shape
+            name: self._experts[name].held_shape(shape, cutter) if name in self._experts else shape
             for name, shape in members.items()
         }
+
+    def full_name(self, name: str, cutter: int) -> str:
+        """Name in the catalog of what a cutter calls by a name.
+
+        Raises:
+            CorruptError: No cutter has an expert of its number.
+        """
+        return self._experts[name].name_on(cutter) if name in self._experts else name
+
+    def full_names(self, members: Iterable[str]) -> tuple[str, ...]:
+        """Names in the catalog of all that the cutters call by some names.
+
+        What a layer has on one cutter follows what it has on the one before.
+
+        Raises:
+            CorruptError: No cutter has an expert of such a number.
+        """
+        found: dict[str, None] = {}
+        for expert, own in groupby(members, self._layer):
+            names = [*own]
+            for cutter in range(expert[1]):
+                found.update(dict.fromkeys(self.full_name(name, cutter) for name in names))
+        return tuple(found)
+
+    def _layer(self, name: str) -> tuple[int | None, int]:
+        """Number of the layer of an expert, and how many cutters have one of its name."""
+        expert = self._experts.get(name)
+        return (None, 1) if expert is None else (expert.layer, expert.rank_count)
 
     def cutter(self, name: str, cutter: int, tp: int) -> int:
         """Rank of a parameter's layout that a cutter on a tensor-parallel rank is."""

@@ -55,6 +55,14 @@ class ExpertParameter:
         """Number of expert-parallel ranks."""
         return len(self.placement)
 
+    def held_shape(self, shape: Shape, rank: int) -> Shape:
+        """Shape on a rank of what the first rank has in this shape."""
+        return (len(self.placement[rank]), *shape[1:])
+
+    def name_on(self, rank: int) -> str:  # noqa: ARG002 - as for single experts
+        """Full name of what a rank calls by this name."""
+        return self.name
+
     def layout(self, expert_shape: Shape) -> Layout:
         """Describe how the stacked parameter is placed.
 

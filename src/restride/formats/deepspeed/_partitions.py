@@ -22,7 +22,7 @@ from restride.formats.deepspeed._settings import is_round_robin
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from restride.formats.deepspeed._experts import ExpertParameter
+    from restride.formats.deepspeed._expert_files import Expert
     from restride.formats.deepspeed._flat import Fragment, Slot
     from restride.formats.deepspeed._model import ModelFile, Shapes
     from restride.formats.deepspeed._optimizer import Group, ZeroFile
@@ -121,7 +121,7 @@ def files_of(run: Run, model: ModelFile, noun: str) -> tuple[dict[int, ZeroFile]
     return files, shapes
 
 
-def read_partitions(run: Run, experts: Mapping[str, ExpertParameter]) -> Partitions:
+def read_partitions(run: Run, experts: Mapping[str, Expert]) -> Partitions:
     """Match the partitions of all ranks to the parameters of the model files.
 
     Raises:
@@ -163,7 +163,7 @@ def find_uncut(run: Run) -> Iterator[Finding]:
 
 
 class _Reader:
-    def __init__(self, run: Run, experts: Mapping[str, ExpertParameter], found: Partitions) -> None:
+    def __init__(self, run: Run, experts: Mapping[str, Expert], found: Partitions) -> None:
         self._run = run
         self._ranks = ExpertRanks(run, experts)
         self._found = found
@@ -177,7 +177,7 @@ class _Reader:
         for number, members in enumerate(shapes):
             self._read_group(model, files, number, members)
             if not tp:
-                self._found.members.append(tuple(members))
+                self._found.members.append(self._ranks.full_names(members))
 
     def _read_group(
         self, model: ModelFile, files: Mapping[int, ZeroFile], number: int, members: Shapes
@@ -193,11 +193,13 @@ class _Reader:
             for partition, dp in enumerate(by_partition):
                 if dp in files:
                     self._check(files[dp], number, slots, partition, count)
+            slots = self._full(slots, cutter)
             if self._keeps_whole(number):
                 self._take_momentum(slots, width, by_partition, groups, cutter, model.tp, number)
             self._hold(slots, width, by_partition, groups, cutter, model.tp)
         self._found.add_group(
-            members, {run.rank(dp, model.tp): group for dp, group in groups.items()}
+            self._ranks.full_names(members),
+            {run.rank(dp, model.tp): group for dp, group in groups.items()},
         )
 
     def _slots(self, held: Shapes, groups: Mapping[int, Group]) -> tuple[Slot, ...]:
@@ -208,6 +210,10 @@ class _Reader:
                     f"param_alignment_paddings are not those of {first.where}", where=group.where
                 )
         return lay_out(held, first.alignment, first.where)
+
+    def _full(self, slots: Sequence[Slot], cutter: int) -> tuple[Slot, ...]:
+        """The slots under the names that the catalog has for what a cutter has in them."""
+        return tuple(replace(slot, name=self._ranks.full_name(slot.name, cutter)) for slot in slots)
 
     def _check(
         self, zero: ZeroFile, number: int, slots: Sequence[Slot], partition: int, count: int
@@ -279,6 +285,7 @@ class _Reader:
         cutters = self._ranks.cutters(shapes[number], model.root.where)
         for cutter in range(cutters):
             slots = self._slots(self._ranks.held(shapes[number], cutter), groups)
+            slots = self._full(slots, cutter)
             by_partition = self._ranks.by_partition(cutter, cutters)
             yield {n: groups[dp] for n, dp in enumerate(by_partition) if dp in groups}, slots, width
 

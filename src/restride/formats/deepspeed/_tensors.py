@@ -9,7 +9,9 @@ from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Finding, TensorEntry
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._chunks import frozen_chunks
+from restride.formats.deepspeed._expert_ranks import ExpertRanks
 from restride.formats.deepspeed._model import configured_dtype
+from restride.formats.deepspeed._native_experts import NativeExpert, in_model_order
 from restride.formats.deepspeed._placement import Placement
 from restride.formats.deepspeed._states import (
     FlatLayouts,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import StateEntry
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import StoredTensor
-    from restride.formats.deepspeed._expert_files import ExpertFiles
+    from restride.formats.deepspeed._expert_files import Expert, ExpertFiles
     from restride.formats.deepspeed._experts import ExpertParameter
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._partitions import FlatCut, Partitions
@@ -46,7 +48,7 @@ _EXTRA_STATE: Final = "_extra_state']"
 
 def read_tensors(
     run: Run,
-    experts: Mapping[str, ExpertParameter],
+    experts: Mapping[str, Expert],
     expert_files: ExpertFiles,
     partitions: Partitions,
     whole: Whole | None = None,
@@ -55,7 +57,7 @@ def read_tensors(
 
     Args:
         run: The files. Findings are added to it.
-        experts: Stacked experts by name.
+        experts: Tensors of experts by name.
         expert_files: Their weights.
         partitions: What the optimizer files hold.
         whole: What the model files hold of the optimizer, without ZeRO.
@@ -71,7 +73,7 @@ class _Reader:
     def __init__(
         self,
         run: Run,
-        experts: Mapping[str, ExpertParameter],
+        experts: Mapping[str, Expert],
         expert_files: ExpertFiles,
         partitions: Partitions,
         whole: Whole | None,
@@ -84,10 +86,16 @@ class _Reader:
         self._tp_mesh = Mesh((("tp", run.tp_size),))
         self._flat_layouts = FlatLayouts(run.mesh)
         self._placements = _placements(run, self._tp_mesh)
+        self._ranks = ExpertRanks(run, experts)
         self._trained = dict.fromkeys(
-            name for model in run.models for group in model.param_shapes or () for name in group
+            name
+            for model in run.models
+            for group in model.param_shapes or ()
+            for name in self._ranks.full_names(group)
         )
-        self._frozen = {name for model in run.models for name in model.frozen}
+        self._frozen = {
+            name for model in run.models for name in self._ranks.full_names(model.frozen)
+        }
         if whole is not None:
             self._trained |= dict.fromkeys(whole.trained)
             self._frozen |= whole.frozen
@@ -101,10 +109,15 @@ class _Reader:
         """Yield the tensors, each once and under its first name."""
         first = self._run.models[0]
         self._tell_of_values()
-        experts = () if self._run.is_partitioned else self._experts
-        for name in dict.fromkeys([*first.dtypes, *first.weights, *self._trained, *experts]):
-            if name in self._experts:
-                yield self._expert(self._experts[name])
+        experts: Mapping[str, Expert] = {} if self._run.is_partitioned else self._experts
+        names = [*first.dtypes, *first.weights, *self._trained, *experts]
+        natives = [name for name, own in experts.items() if isinstance(own, NativeExpert)]
+        for name in in_model_order(names, natives) if natives else dict.fromkeys(names):
+            expert = self._experts.get(name)
+            if isinstance(expert, NativeExpert):
+                yield self._native(expert)
+            elif expert is not None:
+                yield self._expert(expert)
             elif name in self._buffers:
                 yield self._buffer(name)
             elif name in self._aliases:
@@ -274,6 +287,35 @@ class _Reader:
             "parameter",
             layout,
             states,
+            trained_dtype=self._trained_dtype(expert.name),
+        )
+
+    def _native(self, expert: NativeExpert) -> TensorEntry:
+        """A tensor of one expert, which has a file and a rank of its own."""
+        run, where = self._run, f"tensor {expert.name!r}"
+        layout = expert.layout()
+        weights = self._expert_files.weights(expert)
+        states: dict[str, StateEntry] = {}
+        if weights is not None:
+            whole = replicated(expert.shape, mesh={"expert": 1})
+            states["weight"] = stored_state(whole, weights, run.files, where)
+        states |= self._optimizer_states(expert.name, layout)
+        is_known = expert.name in {*self._trained, *self._frozen} or not self._has_optimizer
+        is_frozen = expert.name not in self._trained and self._has_optimizer
+        if expert.is_buffer:
+            return TensorEntry(expert.name, "buffer", layout, states)
+        if not is_known:
+            message = (
+                f"{where} is unknown to the optimizer: it is frozen, or stored a second time "
+                "under another name"
+            )
+            run.findings.append(Finding("note", "untracked", message, where))
+        return TensorEntry(
+            expert.name,
+            "parameter",
+            layout,
+            states,
+            is_frozen=is_frozen and layout.full_numel > 0,
             trained_dtype=self._trained_dtype(expert.name),
         )
 

@@ -18,6 +18,7 @@ from restride.checkpoint.catalog import Finding
 from restride.checkpoint.orders import merged_order
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError
+from restride.formats.deepspeed._native_experts import expert_name, in_model_order
 from restride.formats.deepspeed._numbering import Unmatched
 from restride.formats.deepspeed._whole_experts import open_optimizers
 from restride.formats.deepspeed._whole_file import CASTABLE, read_whole_file
@@ -26,7 +27,7 @@ from restride.formats.deepspeed._witness import Witness
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._model import ModelFile
@@ -140,7 +141,8 @@ def read_whole(run: Run, experts: ExpertRanks | None = None) -> Whole | None:
                     tuple(found.listed),
                 )
             )
-    whole = Whole(tuple(ranks), mesh, _joined(ranks), aliases)
+    order = in_model_order(run.models[0].weights, experts.parameters if experts else ())
+    whole = Whole(tuple(ranks), mesh, _joined(ranks, order), aliases)
     run.findings.extend(_told_by_order(whole, by_order))
     run.findings.extend(_uncut(whole))
     run.findings.extend(_lost(whole))
@@ -156,7 +158,7 @@ def _sources(
         model = run.models[0]
         states = open_optimizers(run, experts) or ()
         return mesh, [
-            _source(model, read_whole_file(state), aliases, experts.stacks(rank))
+            _source(model, read_whole_file(state), aliases, experts.held(rank))
             for rank, state in enumerate(states)
         ]
     mesh = Mesh((("tp", run.tp_size),))
@@ -172,14 +174,17 @@ def _source(
     model: ModelFile,
     file: WholeFile,
     aliases: Mapping[str, str],
-    stacks: Mapping[str, tuple[StoredTensor, ...]],
+    experts: Mapping[str, tuple[StoredTensor, ...]],
 ) -> Source:
     weights = {
         name: Weight((tensor,))
         for name, tensor in model.weights.items()
         if name not in model.buffer_names and name not in aliases
     }
-    weights |= {name: Weight(parts, is_stack=True) for name, parts in stacks.items()}
+    held = {
+        name: Weight(parts, is_stack=expert_name(name) is None) for name, parts in experts.items()
+    }
+    weights = {name: (weights | held)[name] for name in in_model_order([*weights, *held], held)}
     if file.kind != "bare":
         weights = {name: own for name, own in weights.items() if own.dtype.name in CASTABLE}
     return Source(model, file, weights)
@@ -209,8 +214,8 @@ def _aliases(models: Sequence[ModelFile]) -> dict[str, str]:
     return aliases
 
 
-def _joined(ranks: Sequence[WholeRank]) -> tuple[tuple[str, ...], ...]:
-    """Members over all ranks: one does not train what it holds no element of."""
+def _joined(ranks: Sequence[WholeRank], order: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """Members over all ranks, in the order of the model: a rank trains only what it has."""
     first = ranks[0]
     groups: dict[str, int] = {}
     count = len(first.members)
@@ -229,8 +234,7 @@ def _joined(ranks: Sequence[WholeRank]) -> tuple[tuple[str, ...], ...]:
                         remedy="put only the files of one save into the folder",
                     )
     return tuple(
-        merged_order([rank.members[number] for rank in ranks], first.model.weights)
-        for number in range(count)
+        merged_order([rank.members[number] for rank in ranks], order) for number in range(count)
     )
 
 

@@ -1,4 +1,4 @@
-"""AutoEP without ZeRO: the optimizer of each expert-parallel rank, in a file of its own.
+"""Experts without ZeRO: the optimizer of each expert-parallel rank, in a file of its own.
 
 ``expp_rank_E_mp_rank_TT_optim_states.pt`` holds what the first of the data-parallel ranks with the
 same experts has: the states of all dense parameters, which are the same in every such file, and
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from restride.checkpoint.catalog import Finding
-from restride.errors import CorruptError, UnsupportedError
-from restride.formats.deepspeed._expert_files import ExpertFiles
-from restride.formats.deepspeed._experts import read_experts
+from restride.errors import CorruptError
+from restride.formats.deepspeed._expert_files import open_experts
+from restride.formats.deepspeed._native_experts import NativeExpert
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from restride.checkpoint.values import StoredTensor
-    from restride.formats.deepspeed._experts import ExpertParameter
+    from restride.formats.deepspeed._expert_files import Expert, ExpertFiles
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._run import Run
 
@@ -33,11 +33,11 @@ class ExpertRanks:
     """What is known of the experts of a run.
 
     Attributes:
-        parameters: Stacked experts by name.
+        parameters: Tensors of experts by name.
         files: Their weights.
     """
 
-    parameters: Mapping[str, ExpertParameter]
+    parameters: Mapping[str, Expert]
     files: ExpertFiles
 
     @property
@@ -45,10 +45,20 @@ class ExpertRanks:
         """Number of expert-parallel ranks; AutoEP has one for all layers."""
         return max((expert.rank_count for expert in self.parameters.values()), default=1)
 
-    def stacks(self, rank: int) -> dict[str, tuple[StoredTensor, ...]]:
-        """Weights of the experts that a rank holds, side by side; those whose files are there."""
+    @property
+    def are_single(self) -> bool:
+        """Whether they are no stacks: each expert of DeepSpeed's own layer has its own tensors."""
+        return any(isinstance(expert, NativeExpert) for expert in self.parameters.values())
+
+    def held(self, rank: int) -> dict[str, tuple[StoredTensor, ...]]:
+        """What a rank has of its experts, those of a stack side by side; if the files are there."""
         found: dict[str, tuple[StoredTensor, ...]] = {}
         for name, expert in self.parameters.items():
+            if isinstance(expert, NativeExpert):
+                own = self.files.weight(name) if expert.rank == rank else None
+                if own is not None and not expert.is_buffer:
+                    found[name] = (own,)
+                continue
             parts = [self.files.weight(f"{name}.{number}") for number in expert.placement[rank]]
             known = tuple(part for part in parts if part is not None)
             if known and len(known) == len(parts) and len({part.shape for part in known}) == 1:
@@ -61,7 +71,11 @@ class ExpertRanks:
         AutoEP registers the router of a layer once more where transformers looks for it.
         """
         known = dict.fromkeys(names)
-        layers = {name.rsplit(".", 2)[0] for name in self.parameters}
+        layers = {
+            name.rsplit(".", 2)[0]
+            for name, expert in self.parameters.items()
+            if not isinstance(expert, NativeExpert)
+        }
         found: dict[str, str] = {}
         for name in known:
             for layer in layers:
@@ -74,12 +88,9 @@ class ExpertRanks:
 
 def find_experts(run: Run) -> ExpertRanks | None:
     """Read again what is known of the experts of a run without ZeRO; None where it has none."""
-    root = run.models[0].root
-    layers = root.get("ds_autoep_layers") or root.get("autoep_layers")
-    if layers is None or not run.folder.expert_optimizers:
+    if not run.folder.expert_optimizers:
         return None
-    experts = read_experts(layers)
-    return ExpertRanks(experts, ExpertFiles(run, experts))
+    return ExpertRanks(*open_experts(run))
 
 
 def open_optimizers(run: Run, experts: ExpertRanks) -> list[Field] | None:
@@ -93,8 +104,7 @@ def open_optimizers(run: Run, experts: ExpertRanks) -> list[Field] | None:
         The optimizer's dict of each rank; None where there is no such file, or one is missing.
 
     Raises:
-        CorruptError: There are optimizer files of ZeRO as well.
-        UnsupportedError: Nothing describes the experts.
+        CorruptError: There are optimizer files of ZeRO as well, or nothing describes the experts.
         FormatError: A file is none.
     """
     names = run.folder.expert_optimizers
@@ -108,10 +118,10 @@ def open_optimizers(run: Run, experts: ExpertRanks) -> list[Field] | None:
         )
     first = next(iter(names.values()))
     if not experts.parameters:
-        raise UnsupportedError(
-            f"has {first} and no ds_autoep_layers: experts of DeepSpeed's own MoE layer",
+        raise CorruptError(
+            f"has {first}, and neither ds_autoep_layers nor files of experts",
             where=str(run.folder.path),
-            remedy="AutoEP checkpoints can be read",
+            remedy="add the files layer_*_expert_*_model_states.pt",
         )
     for rank, name in names.items():
         if rank >= experts.count:

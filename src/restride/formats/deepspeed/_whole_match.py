@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
 from restride.formats.deepspeed._whole_file import sort_states
-from restride.formats.deepspeed._whole_flat import find_places, view_of
+from restride.formats.deepspeed._whole_flat import Place, find_places, view_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Mapping
+    from collections.abc import Collection, Container, Hashable, Mapping, Sequence
 
     from restride.algebra.layout import Shape
     from restride.checkpoint.dtypes import DType
@@ -115,8 +115,11 @@ def assign(source: Source, experts: ExpertRanks | None, witness: Witness) -> Fou
     """
     file = source.file
     if file.kind == "flat":
-        single = {name: own.parts[0] for name, own in source.weights.items() if not own.is_stack}
-        return _assign_flat(single, file, witness)
+        if experts is not None and experts.parameters:
+            return _assign_copied(source, experts, witness)
+        single = {name: own.parts[0] for name, own in source.weights.items()}
+        places = find_places(single, file.groups, witness)
+        return places if isinstance(places, Unmatched) else _placed(file, places)
     matched = _match(source, experts, witness)
     if isinstance(matched, Unmatched):
         return matched
@@ -177,6 +180,9 @@ def _match_by(
     }
     dtypes = {own.dtype for own in source.weights.values()}
     groups = [[_slot(entry, dtypes, witness) for entry in own] for own in source.file.groups]
+    known = [*candidates.values()]
+    if experts is not None and experts.are_single:
+        return _match_apart(source, known, groups, experts)
     made = {} if experts is None else experts.routers(candidates)
     known = [own for name, own in candidates.items() if name not in made]
     found = match(known, groups, source.file.names)
@@ -185,6 +191,41 @@ def _match_by(
         known.sort(key=lambda candidate: candidate.name in routers)
         return match(known, groups, source.file.names)
     return found
+
+
+def _match_apart(
+    source: Source,
+    candidates: Sequence[Candidate],
+    groups: Sequence[Sequence[Slot]],
+    experts: ExpertRanks,
+) -> Matched | Unmatched:
+    """Match groups of single experts, and those of all other parameters: groups say what they are.
+
+    An expert's bias may have the shape of a norm's, and no group has both.
+    """
+    kinds = [_is_of_experts(entry) for entry in source.file.settings]
+    if not any(kinds):
+        return match(candidates, groups, source.file.names)
+    names: dict[int, tuple[str | None, ...]] = {}
+    by_order: set[str] = set()
+    for kind in (False, True):
+        numbers = [n for n, own in enumerate(kinds) if own is kind]
+        found = match(
+            [own for own in candidates if (own.name in experts.parameters) is kind],
+            [groups[n] for n in numbers],
+            [source.file.names[n] for n in numbers],
+        )
+        if isinstance(found, Unmatched):
+            return found
+        names |= dict(zip(numbers, found.names, strict=True))
+        by_order |= found.by_order
+    return Matched(tuple(names[n] for n in range(len(groups))), frozenset(by_order))
+
+
+def _is_of_experts(settings: Field) -> bool:
+    """Whether a parameter group is one of experts, as DeepSpeed marks them."""
+    flag = settings.get("moe")
+    return flag is not None and flag.value is True
 
 
 def _slot(entry: Numbered, dtypes: Collection[DType], witness: Witness | None) -> Slot:
@@ -197,12 +238,68 @@ def _slot(entry: Numbered, dtypes: Collection[DType], witness: Witness | None) -
     return Slot(f"number {entry.number}{said}", tokens)
 
 
-def _assign_flat(
-    weights: Mapping[str, StoredTensor], file: WholeFile, witness: Witness
-) -> Found | Unmatched:
-    places = find_places(weights, file.groups, witness)
-    if isinstance(places, Unmatched):
-        return places
+def _assign_copied(source: Source, experts: ExpertRanks, witness: Witness) -> Found | Unmatched:
+    """Find the parameters of flat groups where the weights are no views of them.
+
+    A model with layers of experts is saved as copies. Where one group has all experts, and another
+    one all other parameters, they stand there in the order of the model, if their values do.
+    """
+    made = experts.routers(source.weights)
+    names = [
+        name for name, own in source.weights.items() if name not in made and prod(own.shape) > 0
+    ]
+    routers = set(made.values())
+    places = _find_in_order(source, names, experts.parameters, witness)
+    if isinstance(places, Unmatched) and made:
+        names.sort(key=routers.__contains__)
+        places = _find_in_order(source, names, experts.parameters, witness)
+    return places if isinstance(places, Unmatched) else _placed(source.file, places)
+
+
+def _find_in_order(
+    source: Source, names: Sequence[str], experts: Container[str], witness: Witness
+) -> tuple[tuple[Place, ...], ...] | Unmatched:
+    """Place the parameters of flat groups in one order, and hold them against the masters.
+
+    Args:
+        source: What the rank saved.
+        names: Its parameters in that order.
+        experts: Which of them are of experts.
+        witness: Reads samples of weights and master weights.
+    """
+    kinds = [_is_of_experts(entry) for entry in source.file.settings]
+    if len({*kinds}) < len(kinds):
+        return Unmatched("several flat buffers of one kind have weights that are no views of them")
+    found: list[tuple[Place, ...]] = []
+    for kind, entries in zip(kinds, source.file.groups, strict=True):
+        places: list[Place] = []
+        start = 0
+        for name in names:
+            if len(kinds) == 1 or (name in experts) is kind:
+                places.append(Place(name, start, source.weights[name].shape))
+                start += prod(source.weights[name].shape)
+        master = entries[0].master
+        if master is None or master.shape != (start,):
+            return Unmatched(
+                f"the flat buffer of group {entries[0].group} has shape "
+                f"{master.shape if master else None}, its {len(places)} parameters have {start} "
+                "elements"
+            )
+        for place in places:
+            weight = source.weights[place.name]
+            if weight.token(witness) not in witness.rounded_tokens(
+                view_of(master, place), [weight.dtype]
+            ):
+                return Unmatched(
+                    f"{place.name!r} does not stand at element {place.start} of the flat buffer of "
+                    f"group {entries[0].group}, where the order of the model has it"
+                )
+        found.append(tuple(places))
+    return tuple(found)
+
+
+def _placed(file: WholeFile, places: Sequence[Sequence[Place]]) -> Found:
+    """What flat groups hold of the parameters that stand in them."""
     found = Found()
     for group, own in zip(file.groups, places, strict=True):
         for entry in group:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import FileEntry, Finding
 from restride.errors import CorruptError, UnsupportedError
-from restride.formats.deepspeed._expert_files import ExpertFiles
+from restride.formats.deepspeed._expert_files import open_experts
 from restride.formats.deepspeed._expert_ranks import ExpertRanks
-from restride.formats.deepspeed._experts import read_experts
 from restride.formats.deepspeed._files import list_files
 from restride.formats.deepspeed._partitions import Partitions
 from restride.formats.deepspeed._run import open_run
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from restride.checkpoint.catalog import TensorEntry
-    from restride.formats.deepspeed._experts import ExpertParameter
+    from restride.formats.deepspeed._expert_files import Expert
     from restride.formats.deepspeed._run import Run
     from restride.formats.deepspeed._values import Json
     from restride.storage.torch_zip import TorchFiles
@@ -61,7 +60,7 @@ class ModelFiles:
     tensors: tuple[TensorEntry, ...]
     order: tuple[str, ...]
     trained: tuple[tuple[tuple[str, ...], ...], ...]
-    experts: Mapping[str, ExpertParameter]
+    experts: Mapping[str, Expert]
     aliases: Mapping[str, str]
     values: Mapping[str, Json]
     findings: tuple[Finding, ...]
@@ -116,8 +115,7 @@ def read_model_files(folder: Path, below: str, opened: TorchFiles) -> ModelFiles
                 where=f"{below}{model.name}",
                 remedy="convert the checkpoint that it is of",
             )
-    experts = read_experts(first.root.get("ds_autoep_layers") or first.root.get("autoep_layers"))
-    expert_files = ExpertFiles(run, experts)
+    experts, expert_files = open_experts(run)
     findings: list[Finding] = []
     has_modules = any(model.dtypes for model in run.models)  # a pipeline has them in layer files
     try:

@@ -9,8 +9,7 @@ from restride.checkpoint.catalog import Catalog
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._chunks import read_chunks
 from restride.formats.deepspeed._consistency import find_contradictions
-from restride.formats.deepspeed._expert_files import ExpertFiles
-from restride.formats.deepspeed._experts import read_experts
+from restride.formats.deepspeed._expert_files import open_experts
 from restride.formats.deepspeed._partitions import read_partitions
 from restride.formats.deepspeed._run import open_stages
 from restride.formats.deepspeed._stages import joined_mesh, joined_tensors
@@ -23,7 +22,7 @@ from restride.storage.torch_zip import TorchFiles
 if TYPE_CHECKING:
     from os import PathLike
 
-    from restride.formats.deepspeed._experts import ExpertParameter
+    from restride.formats.deepspeed._expert_files import Expert, ExpertFiles
     from restride.formats.deepspeed._run import Run
 
 __all__ = ["read_catalog"]
@@ -58,8 +57,7 @@ def read_catalog(path: str | PathLike[str], opened: TorchFiles | None = None) ->
     """
     runs = open_stages(Path(path), opened or TorchFiles())
     run = runs[0]
-    experts = _experts(run)
-    files = ExpertFiles(run, experts)
+    experts, files = _experts(run)
     read = read_chunks if run.is_partitioned else read_partitions
     partitions = [read(stage, experts) for stage in runs]
     ranks = ExpertRanks(experts, files)
@@ -81,23 +79,24 @@ def read_catalog(path: str | PathLike[str], opened: TorchFiles | None = None) ->
     )
 
 
-def _experts(run: Run) -> dict[str, ExpertParameter]:
+def _experts(run: Run) -> tuple[dict[str, Expert], ExpertFiles]:
     root = run.models[0].root
-    layers = root.get("ds_autoep_layers") or root.get("autoep_layers")
-    experts = read_experts(layers)
-    if experts and run.is_of_pipeline:
+    has_experts = bool(
+        run.folder.experts or root.get("ds_autoep_layers") or root.get("autoep_layers")
+    )
+    if has_experts and run.is_of_pipeline:
         raise UnsupportedError(
             "has experts in the layers of a pipeline",
             where=str(run.folder.path),
-            remedy="AutoEP checkpoints without pipeline stages can be read",
+            remedy="checkpoints with experts and without pipeline stages can be read",
         )
-    if experts and run.tp_size > 1:
+    if has_experts and run.tp_size > 1:
         raise UnsupportedError(
             f"folds expert parallelism into {run.tp_size} tensor-parallel ranks",
             where=str(run.folder.path),
-            remedy="AutoEP checkpoints without tensor parallelism can be read",
+            remedy="checkpoints with experts and without tensor parallelism can be read",
         )
-    return experts
+    return open_experts(run)
 
 
 def _stage(run: Run) -> int:

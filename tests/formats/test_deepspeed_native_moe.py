@@ -1,0 +1,264 @@
+"""Experts of DeepSpeed's own MoE layer: every rank numbers its own, the catalog all of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from restride import api
+from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
+from restride.formats.deepspeed import read_catalog
+from restride.testing.gather import gather_all
+from restride.testing.saved_values import Array, edit_file
+
+RECORDED = Path(__file__).parents[1] / "data" / "deepspeed_native_moe"
+NAMES = sorted(path.name for path in RECORDED.iterdir())
+EXPERTS = "layers.1.moe.deepspeed_moe.experts.deepspeed_experts"
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """Layers of two and of four experts on two of four ranks; the real engine's."""
+    shutil.copytree(RECORDED / "residual_z1", tmp_path / "run")
+    return tmp_path / "run" / "step"
+
+
+@pytest.fixture
+def numbered(tmp_path) -> Path:
+    """The same without ZeRO, on two ranks."""
+    shutil.copytree(RECORDED / "bf16_z0", tmp_path / "run")
+    return tmp_path / "run" / "step"
+
+
+def model(folder: Path) -> Path:
+    return folder / "mp_rank_00_model_states.pt"
+
+
+def expert(folder: Path, number: int) -> Path:
+    return folder / f"layer_1_expert_{number}_mp_rank_00_model_states.pt"
+
+
+def optimizer(folder: Path, dp: int) -> Path:
+    return folder / f"bf16_zero_pp_rank_{dp}_mp_rank_00_optim_states.pt"
+
+
+def refused(folder: Path, *words: str, error: type[RestrideError] = CorruptError) -> None:
+    with pytest.raises(error) as caught:
+        read_catalog(folder)
+    assert type(caught.value) is error, str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def errors_of(folder: Path) -> list[str]:
+    return [f.message for f in read_catalog(folder).findings if f.severity == "error"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_state_is_what_the_rank_that_has_the_expert_said(name):
+    catalog = read_catalog(RECORDED / name)
+    states = gather_all(catalog)
+    with safe_open(RECORDED / name / "reference.safetensors", "numpy") as reference:
+        expected = {key: reference.get_tensor(key) for key in reference.keys()}  # noqa: SIM118
+
+    assert states.keys() - {f"{t.name}/step" for t in catalog.tensors} == {
+        *expected,
+        "positions/weight",
+    }
+    for key, values in expected.items():
+        found = states[key]
+        if found.shape[-1] == 2:  # bf16 weights, which the reference has widened
+            widened = found.view(np.uint16)[..., 0].astype(np.uint32) << 16
+            assert np.array_equal(widened, values.view(np.uint32)), key
+        else:
+            assert np.array_equal(found.view(np.float32)[..., 0], values), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_is_whole_and_its_order_is_that_of_the_model(name):
+    catalog = read_catalog(RECORDED / name)
+    with_numbers = [tensor.name for tensor in catalog.tensors if tensor.name.startswith(EXPERTS)]
+
+    assert not [f for f in api.check(RECORDED / name).findings if f.severity == "error"]
+    assert with_numbers == [
+        f"{EXPERTS}.{number}.{rest}"
+        for number in range(4)
+        for rest in ("up.weight", "up.bias", "down.weight", "down.bias")
+    ]
+    names = [tensor.name for tensor in catalog.tensors]
+    assert names[names.index(with_numbers[0]) - 1] == "layers.1.moe.deepspeed_moe.gate.wg.weight"
+
+
+def test_each_expert_is_whole_on_one_expert_parallel_rank():
+    catalog = read_catalog(RECORDED / "residual_z1")
+    layouts = {tensor.name: tensor.layout for tensor in catalog.tensors}
+
+    held = [layouts[f"{EXPERTS}.{number}.up.weight"].shard_shapes for number in range(4)]
+
+    first, second = ((1, (5, 6)), (1, (0,))), ((1, (0,)), (1, (5, 6)))
+    assert held == [first, first, second, second]
+    assert layouts["layers.1.moe.mlp.up.weight"].full_shape == (5, 6)
+
+
+def test_the_experts_of_a_group_are_named_by_their_numbers_among_all():
+    groups = read_catalog(RECORDED / "round_robin_z2").values["optimizer"]["param_groups"]
+
+    assert [group["name"] for group in groups] == ["dense-params", "ep_size_2"]
+    assert len(groups[1]["params"]) == (2 + 4) * 4
+    assert f"{EXPERTS}.3.down.bias" in groups[1]["params"]
+
+
+def test_without_optimizer_files_the_weights_are_there(saved):
+    for dp in range(4):
+        optimizer(saved, dp).unlink()
+    before = gather_all(read_catalog(RECORDED / "residual_z1"))
+
+    after = gather_all(read_catalog(saved))
+
+    assert after.keys() == {key for key in before if key.endswith("/weight")}
+    assert all(np.array_equal(after[key], before[key]) for key in after)
+
+
+def test_a_missing_expert_costs_its_weights_and_not_its_masters(saved):
+    expert(saved, 2).unlink()
+    catalog = read_catalog(saved)
+    tensor = next(t for t in catalog.tensors if t.name == f"{EXPERTS}.2.up.weight")
+
+    found = [finding for finding in catalog.findings if finding.kind == "missing-file"]
+    assert [finding.severity for finding in found] == ["error"] * 4
+    assert "layer_1_expert_2_mp_rank_00_model_states.pt" in found[0].message
+    assert list(tensor.states) == ["fp32", "exp_avg", "exp_avg_sq", "step"]
+
+
+def test_a_missing_rank_costs_the_states_of_its_experts_alone(numbered):
+    (numbered / "expp_rank_1_mp_rank_00_optim_states.pt").unlink()
+
+    assert "1 of 2 optimizer files of expert-parallel ranks are missing" in errors_of(numbered)[0]
+
+
+def test_what_else_an_expert_file_holds_is_carried(saved):
+    edit_file(expert(saved, 0), lambda root: root.update(note="x"))
+
+    values = read_catalog(saved.parent).values
+
+    assert values["other_files"] == {f"step/{expert(saved, 0).name}": {"note": "x"}}
+
+
+def renamed(folder: Path, number: int, other: int) -> None:
+    """Say in the file of an expert that it is another one."""
+
+    def change(root):
+        for key in [*root]:
+            root[key.replace(f"experts.{number}.", f"experts.{other}.")] = root.pop(key)
+
+    edit_file(expert(folder, number), change)
+
+
+def test_a_file_of_an_expert_with_another_one_in_it(saved):
+    renamed(saved, 3, 1)
+
+    refused(saved, "layer_1_expert_3", "is of expert 1", "is the file of expert 3")
+
+
+def test_an_expert_of_another_shape(saved):
+    edit_file(
+        expert(saved, 3),
+        lambda root: root.update({f"{EXPERTS}.3.up.bias": Array("bfloat16", (7,), bytes(14))}),
+    )
+
+    refused(saved, "layer_1_expert_3", "(7,)", "(5,)", "all experts of a layer are alike")
+
+
+@pytest.mark.parametrize(
+    ("counts", "error", "words"),
+    [
+        ([2, 3], CorruptError, "expert 3, and num_experts says 3 experts"),
+        ([2], CorruptError, "no layer of this number"),
+        ([2, 4, 2], CorruptError, "layer 2 has 2 experts, and no file has any of them"),
+        ([2, 1 << 40], CorruptError, "1099511627776 experts"),
+        ([2, 8], CorruptError, "layer 1 has 8 experts, 2 of them on the first of 2"),
+        (None, UnsupportedError, "nothing says what experts these are"),
+        ("4", FormatError, "num_experts"),
+    ],
+)
+def test_a_number_of_experts_that_is_none(saved, counts, error, words):
+    edit_file(model(saved), lambda root: root.update(num_experts=counts))
+
+    refused(saved, words, error=error)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_groups_of_another_number_of_ranks(saved, ranks):
+    def change(root):
+        for group in root["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+            if "moe" in group:
+                group["name"] = f"ep_size_{ranks}"
+
+    for dp in range(4):
+        edit_file(optimizer(saved, dp), change)
+
+    refused(saved, "layer 0 has 2 experts, 1 of them", f"of {ranks} expert-parallel ranks")
+
+
+def test_layers_on_several_numbers_of_ranks_are_refused(saved):
+    """Such groups come from a set of names, so that every process has its own order of them."""
+
+    def change(root):
+        groups = root["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
+        next(group for group in groups if "moe" in group)["name"] = "ep_size_1"
+
+    edit_file(optimizer(saved, 0), change)
+
+    refused(saved, "experts on 1 and on 2 ranks", "the same order", error=UnsupportedError)
+
+
+def test_the_numbers_on_a_rank_are_those_of_its_experts(saved):
+    """A rank has two of the four experts of a layer; what it calls its third one is nowhere."""
+
+    def change(root):
+        for group in root["param_shapes"]:
+            for key in [*group]:
+                group[key.replace(f"{EXPERTS}.1.", f"{EXPERTS}.2.")] = group.pop(key)
+
+    edit_file(model(saved), change)
+
+    refused(saved, "layer 1 has 4 experts, 3 of them on the first of 2")
+
+
+def test_ranks_in_another_order_than_the_run_had_them(saved):
+    """Were the order of the ranks another one, the fragments would not be those of the files."""
+    edit_file(
+        model(saved),
+        lambda root: root["ds_config"].update(use_data_before_expert_parallelism=True),
+    )
+
+    refused(saved, "param_slice_mappings says", "deepspeed_experts")
+
+
+def test_experts_under_tensor_parallelism_are_refused(saved):
+    shutil.copy(model(saved), saved / "mp_rank_01_model_states.pt")
+    for tp in range(2):
+        edit_file(
+            saved / f"mp_rank_{tp:02d}_model_states.pt", lambda root: root.update(mp_world_size=2)
+        )
+
+    refused(saved, "2 tensor-parallel ranks", error=UnsupportedError)
+
+
+def test_flat_buffers_in_another_order_than_the_model_are_left_out(tmp_path):
+    """Weights are copies there, and only their values say where they stand."""
+    shutil.copytree(RECORDED / "flat_z0", tmp_path / "run")
+    folder = tmp_path / "run" / "step"
+
+    first, second = expert(folder, 0), expert(folder, 1)
+    renamed(folder, 0, 1)
+    renamed(folder, 1, 0)
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+    assert "does not stand at element" in errors_of(tmp_path / "run")[0]
