@@ -208,7 +208,6 @@ def convert(
         MissingProcessError: Another process did not come, or ended before its part was done.
         StoppedError: `stop` was set.
     """
-    started = time.perf_counter()
     wanted = Wanted(
         *(to, states, dtype, max_shard_nbytes, stage, tp, dp, ep, zero, config, rules, plan, grain),
         optimizer_transform=optimizer_transform or None,
@@ -226,46 +225,12 @@ def convert(
     if executor is not None:
         # Before there is any file or lock that a process which it forks would keep open.
         _require_working(executor, wait_seconds, stop)
-    with FilePool() as pool:
-        prepared = prepare(
-            path, wanted, pool, budget_nbytes=budget_nbytes, workers=workers, replicas=replicas
-        )
-        first, planned = prepared.first, prepared.task.plan
-        progress = Continued(observer or NullObserver())
-        table = DriftTable(progress, {})
-        table.on_plan(
-            PlanStarted(planned.step_count, planned.total_nbytes, prepared.task.projected_nbytes)
-        )
-        lead = None
-        if count > 1:
-            start = None if executor is None else partial(_submit, executor, order, first)
-            lead = Lead(count, job_digest(first), wait_seconds, start)
-        with (
-            unfinished_output(
-                out,
-                _purpose(first),
-                force=force,
-                resume=resume,
-                inputs=prepared.inputs,
-                durable=durable,
-                patience_seconds=LOCK_SECONDS if lead else 0.0,
-            ) as place,
-            _kept(place, planned.total_nbytes),
-        ):
-            written = write_output(
-                *(prepared.task, place, first, prepared.reader, table, progress),
-                sync_nbytes=sync_nbytes,
-                stop=stop,
-                lead=lead,
-            )
-    seconds = time.perf_counter() - started
-    table.on_finish(PlanFinished(written.read_nbytes, planned.total_nbytes, seconds))
-    return _report(Path(out), prepared, written, table, seconds)
+    return _convert_first(order, executor, stop, observer)
 
 
 @dataclass(frozen=True, slots=True)
 class _PartOrder:
-    """What a process that writes a part has to know; other processes get it as a pickle."""
+    """What a process that writes has to know; those of an executor get it as a pickle."""
 
     path: str
     out: str
@@ -288,6 +253,15 @@ class _PartOrder:
         Where the order came to another folder, they had to be spelled out.
         """
         return first if self.said is None else {**first, **self.said}
+
+    def prepared(self, pool: FilePool) -> Prepared:
+        """The conversion, planned."""
+        return prepare(
+            *(self.path, self.wanted, pool),
+            budget_nbytes=self.budget_nbytes,
+            workers=self.workers,
+            replicas=self.replicas,
+        )
 
 
 def _require_process(
@@ -312,6 +286,53 @@ def _require_process(
     return number, count
 
 
+def _convert_first(
+    order: _PartOrder,
+    executor: PartExecutor | None,
+    stop: Event | None,
+    observer: Observer | None,
+) -> ConvertReport:
+    """Write the output, alone or with others, and publish it."""
+    started = time.perf_counter()
+    progress = Continued(observer or NullObserver())
+    table = DriftTable(progress, {})
+    with FilePool() as pool:
+        prepared = order.prepared(pool)
+        task, first = prepared.task, prepared.first
+        total_nbytes = task.plan.total_nbytes
+        table.on_plan(PlanStarted(task.plan.step_count, total_nbytes, task.projected_nbytes))
+        lead = _lead(order, executor, first)
+        with (
+            unfinished_output(
+                order.out,
+                _purpose(first),
+                force=order.force,
+                resume=order.resume,
+                inputs=prepared.inputs,
+                durable=order.durable,
+                patience_seconds=LOCK_SECONDS if lead else 0.0,
+            ) as place,
+            _kept(place, total_nbytes),
+        ):
+            written = write_output(
+                *(task, place, first, prepared.reader, table, progress),
+                sync_nbytes=order.sync_nbytes,
+                stop=stop,
+                lead=lead,
+            )
+    seconds = time.perf_counter() - started
+    table.on_finish(PlanFinished(written.read_nbytes, total_nbytes, seconds))
+    return _report(Path(order.out), prepared, written, table, seconds)
+
+
+def _lead(order: _PartOrder, executor: PartExecutor | None, first: Record) -> Lead | None:
+    """How others are led; None where there are none."""
+    if order.count == 1:
+        return None
+    start = None if executor is None else partial(_submit, executor, order, first)
+    return Lead(order.count, job_digest(first), order.wait_seconds, start)
+
+
 def _convert_part(
     order: _PartOrder, stop: Event | None, observer: Observer | None
 ) -> ConvertReport:
@@ -320,12 +341,7 @@ def _convert_part(
     progress = Continued(observer or NullObserver())
     table = DriftTable(progress, {})
     with FilePool() as pool:
-        prepared = prepare(
-            *(order.path, order.wanted, pool),
-            budget_nbytes=order.budget_nbytes,
-            workers=order.workers,
-            replicas=order.replicas,
-        )
+        prepared = order.prepared(pool)
         first = order.described(prepared.first)
         with joined_output(
             *(order.out, _purpose(first), job_digest(first), order.number, order.count),
@@ -376,8 +392,10 @@ def _require_working(executor: PartExecutor, wait_seconds: float, stop: Event | 
     """Let an executor do something, and make sure that it would do the same as this process."""
     try:
         started = executor.submit(package_version)
-    except RuntimeError as error:
-        raise ExecutionError(f"the executor takes no work ({error})") from error
+    except Exception as error:  # whatever a foreign executor raises
+        raise ExecutionError(
+            f"the executor takes no work ({type(error).__name__}: {error})"
+        ) from error
     deadline = time.monotonic() + wait_seconds
     while not started.done():
         if stop is not None and stop.is_set():

@@ -200,7 +200,7 @@ def test_a_pool_that_is_shut_down_between_two_parts_is_an_error_of_ours(tmp_path
                 raise RuntimeError("cannot schedule new futures after shutdown")
             return super().submit(function, *arguments)
 
-    with ShutDown(2) as executor, pytest.raises(ExecutionError, match=r"no more parts \(cannot"):
+    with ShutDown(2) as executor, pytest.raises(ExecutionError, match=r"no more parts \(RuntimeE"):
         api.convert(SAMPLE, tmp_path / "out", executor=executor, parts=3, **OPTIONS)
 
     assert list(tmp_path.iterdir()) == []
@@ -244,12 +244,26 @@ def test_an_executor_that_starts_nothing_or_is_of_another_version_is_refused(tmp
     out = tmp_path / "out"
     closed = ThreadPoolExecutor(1)
     closed.shutdown()
-    with pytest.raises(ExecutionError, match=r"the executor takes no work \(cannot schedule"):
+    with pytest.raises(ExecutionError, match=r"takes no work \(RuntimeError: cannot sche"):
         api.convert(SAMPLE, out, executor=closed, parts=2)
 
     class Waits:
         def submit(self, *_):
             return Future()
+
+    class Unreachable(Now):
+        def submit(self, function, *arguments):
+            if self.left:
+                self.left -= 1
+                return super().submit(function, *arguments)
+            raise TimeoutError("no scheduler")
+
+    for left, told in enumerate(["takes no work", "takes no more parts"]):
+        away = Unreachable()
+        away.left = left
+        with pytest.raises(ExecutionError, match=rf"{told} \(TimeoutError: no scheduler\)"):
+            api.convert(SAMPLE, out, executor=away, parts=2, **OPTIONS)
+    assert list(tmp_path.iterdir()) == []
 
     with pytest.raises(ExecutionError, match="did not start anything within 0 s; see whether"):
         api.convert(SAMPLE, out, executor=Waits(), parts=2, wait_seconds=0.1)

@@ -33,10 +33,12 @@ from restride.errors import MissingProcessError, RestrideError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from threading import Event
 
-    from restride.api import ConvertReport
+    from restride.api import ConvertReport, PartExecutor
     from restride.checkpoint.selection import Target
     from restride.cli.output import Page
+    from restride.executors.events import Observer
 
 __all__ = ["command", "show_report"]
 
@@ -237,9 +239,7 @@ def command(
         pp_layers=pp_layers,
         pp_tied=pp_tied,
     )
-    this = process_of({} if executor else os.environ)
-    if process is not None:
-        this = Process(*process, "--process")
+    this = _this(process, executor)
     if dry_run:
         if not this.number:
             projection = api.dry_run(
@@ -252,12 +252,7 @@ def command(
             )
             show_projection(projection, out, as_json=as_json)
         return ExitCode.OK
-    with (
-        _named(this),
-        open_executor(executor) as pool,
-        open_progress("converting") if not this.number else nullcontext() as observer,
-        stop_on_signals(is_told=not this.number) as stop,
-    ):
+    with _running(this, executor) as (pool, observer, stop):
         report = api.convert(
             *(checkpoint, out),
             **asdict(wanted),
@@ -274,13 +269,32 @@ def command(
             parts=parts,
             wait_seconds=wait,
         )
-    if this.number:
-        return ExitCode.OK
-    if as_json:
+    if as_json and not this.number:
         write_json(_to_json(report))
-    else:
+    elif not this.number:
         show_report(open_page(), report, out)
     return ExitCode.OK
+
+
+def _this(process: tuple[int, int] | None, executor: str | None) -> Process:
+    """Which process this one is: an executor has all the others."""
+    if process is not None:
+        return Process(*process, "--process")
+    return process_of({} if executor else os.environ)
+
+
+@contextmanager
+def _running(
+    this: Process, executor: str | None
+) -> Iterator[tuple[PartExecutor | None, Observer | None, Event]]:
+    """What runs the parts, what shows progress, and what ends the run; process 0 alone shows."""
+    with (
+        _named(this),
+        open_executor(executor) as pool,
+        open_progress("converting") if not this.number else nullcontext() as observer,
+        stop_on_signals(is_told=not this.number) as stop,
+    ):
+        yield pool, observer, stop
 
 
 @contextmanager

@@ -141,8 +141,11 @@ class Host:
         if self._lead.start is not None:
             try:
                 self._tasks = self._lead.start()
-            except RuntimeError as error:  # it was shut down, or its processes died
-                raise ExecutionError(f"the executor takes no more parts ({error})") from error
+            except RestrideError:
+                raise
+            except Exception as error:  # it was shut down, its processes died, or it is foreign
+                told = f"{type(error).__name__}: {error}"
+                raise ExecutionError(f"the executor takes no more parts ({told})") from error
 
     def require_sound(self) -> None:
         """Say why the run was stopped, if it was because of another process.
