@@ -141,8 +141,8 @@ def test_uneven_heads_are_built_again_from_the_cut_alone():
 def test_families_that_differ_on_the_new_ranks_are_refused_with_what_decides():
     refused(
         f"tensor {K.replace('k_proj', 'q_proj')!r}|the cut over 2 ranks leaves open how 4 ranks"
-        "|as are 6 other parameters|split of dimension 0 evenly|split (heads may be 2, 4, 8"
-        "|give the config.json of the model (the names are those of llama, mistral, qwen2 or 3 more"
+        " cut it: split evenly, split by heads or chunked rounded up, as for 6 other parameters; "
+        "give the config.json of the model (the names are those of llama, mistral, qwen2 or 3 more"
         '|[[rules]] match = "model.layers.*.self_attn.q_proj.weight" layout = "column" heads = N',
         llama(2),
         tp=4,
@@ -306,7 +306,7 @@ def test_a_deviation_that_leaves_several_answers_is_refused_with_the_preset():
     cut[K] = layouts.split((8, 16), mesh={"tp": 4}, sizes=[3, 3, 1, 1])
 
     refused(
-        f"tensor {K!r}: the cut over 4 ranks leaves open how 2 ranks are cut"
+        f"tensor {K!r}: the cut over 4 ranks leaves open how 2 ranks cut it: "
         "|; the preset llama would have cut it otherwise; write a rule: [[rules]]",
         catalog_of(cut),
         tp=2,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from restride.errors import LayoutError, RuleError
 from restride.layouts.presets import name_pattern
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from restride.layouts.recognition import Recognized
 
 __all__ = ["Families", "Numbers"]
+
+_MOST_NAMED: Final = 3
+_DIMENSION: Final = re.compile(r" of dimension \d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +84,11 @@ class Families:
             return
         (pattern, layout), members = next(iter(self._open.items()))
         count = sum(len(sources) for sources in self._open.values())
-        others = f", as are {count - 1} other parameters" if count > 1 else ""
+        others = f", as for {count - 1} other parameters" if count > 1 else ""
         answers = self._answers(layout)
         raise RuleError(
-            f"the cut over {layout.rank_count} ranks leaves open how {self._mesh.size} ranks are "
-            f"cut{others}: {_in_words(answers)}" + (why and f"; {why}"),
+            f"the cut over {layout.rank_count} ranks leaves open how {self._mesh.size} ranks cut "
+            f"it: {_in_words(answers)}{others}" + (why and f"; {why}"),
             where=f"tensor {members[0].name!r}",
             remedy=(advice and f"{advice}, or ") + f"write a rule: {_rule(pattern, answers)}",
         )
@@ -121,15 +125,16 @@ class Families:
 
 
 def _in_words(answers: tuple[_Answer, ...]) -> str:
+    """What may be, in a few words; `restride layouts` has the numbers of each."""
     if not answers:
         return "it is of no family that is known"
-    texts = [
-        f"{answer.family.name} ({answer.reason})"
-        if answer.reason
-        else f"{answer.family.text}" + (answer.family.apart and f" ({answer.family.apart})")
-        for answer in answers
-    ]
-    return "; or ".join(texts)
+    if len(answers) == 1:
+        return f"{answers[0].family.name} ({answers[0].reason})"
+    # Without the dimension, which is that of the cut, and the numbers.
+    texts = [_DIMENSION.sub("", answer.family.text.partition(":")[0]) for answer in answers]
+    if len(texts) > _MOST_NAMED:
+        texts = [*texts[:_MOST_NAMED], f"{len(texts) - _MOST_NAMED} more"]
+    return f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
 def _rule(pattern: str, answers: tuple[_Answer, ...]) -> str:
