@@ -14,21 +14,15 @@ import pytest
 
 from restride import api
 from restride.errors import ExistsError, RestrideError
-from restride.executors import blocks, manifests, resuming
 from restride.storage.journal import read_journal
 from restride.storage.unfinished import partial_folder
 from restride.testing.contents import tree
 from restride.testing.faults import Died, failing_files
 
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
 BLOCK = 16 << 10
 OPTIONS = {"workers": 1, "sync_nbytes": BLOCK, "budget_nbytes": 1 << 20, "max_shard_nbytes": 50_000}
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Blocks that a few steps fill, so that little has several of them."""
-    for module in (blocks, manifests, resuming):
-        monkeypatch.setattr(module, "BLOCK_NBYTES", BLOCK)
 
 
 @pytest.fixture
@@ -56,12 +50,6 @@ def source(tmp_path):
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
     return folder
-
-
-@pytest.fixture
-def reference(source, tmp_path):
-    api.convert(source, tmp_path / "reference", **OPTIONS)
-    return tree(tmp_path / "reference")
 
 
 def operations(source, folder, **options):

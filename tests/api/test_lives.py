@@ -11,10 +11,11 @@ import pytest
 
 from restride import api, conversion
 from restride.errors import MissingProcessError
-from restride.executors import blocks, manifests, resuming
 from restride.executors.events import NullObserver
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 OPTIONS = {
     "states": "all",
@@ -23,12 +24,6 @@ OPTIONS = {
     "budget_nbytes": 1 << 20,
     "resume": True,
 }
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    for module in (blocks, manifests, resuming):
-        monkeypatch.setattr(module, "BLOCK_NBYTES", 4096)
 
 
 @pytest.fixture

@@ -20,11 +20,12 @@ from restride.errors import (
     ReplicaError,
     StoppedError,
 )
-from restride.executors import blocks, manifests, resuming
 from restride.executors.events import NullObserver
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE, run
 from restride.testing.contents import tree
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 OPTIONS = {
     "states": "all",
@@ -33,18 +34,6 @@ OPTIONS = {
     "budget_nbytes": 1 << 20,
     "wait_seconds": 30,
 }
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    for module in (blocks, manifests, resuming):
-        monkeypatch.setattr(module, "BLOCK_NBYTES", 4096)
-
-
-@pytest.fixture
-def reference(tmp_path):
-    api.convert(SAMPLE, tmp_path / "reference", **OPTIONS)
-    return tree(tmp_path / "reference")
 
 
 class Now:

@@ -23,13 +23,15 @@ from restride.errors import (
     RestrideError,
     StoppedError,
 )
-from restride.executors import blocks, manifests, members, resuming
+from restride.executors import members
 from restride.executors.events import NullObserver
 from restride.storage import joining
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE
 from restride.testing.contents import tree
 from restride.testing.faults import FailingFiles, failing_files
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 OPTIONS = {
     "states": "all",
@@ -38,18 +40,6 @@ OPTIONS = {
     "budget_nbytes": 1 << 20,
     "wait_seconds": 0.5,
 }
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    for module in (blocks, manifests, resuming):
-        monkeypatch.setattr(module, "BLOCK_NBYTES", 4096)
-
-
-@pytest.fixture
-def reference(tmp_path):
-    api.convert(SAMPLE, tmp_path / "reference", **OPTIONS)
-    return tree(tmp_path / "reference")
 
 
 class Dies(NullObserver):
