@@ -181,6 +181,7 @@ class Host:
                     return
                 unsure = [m for m in self._members if m.is_complete and not m.is_sound]
                 self._require_nobody_lost()
+                waited_for = self._waited_for()  # here: the next moment all may be done
             if unsure and not self._tasks:
                 found = look_into(unsure[0])
                 with self._changed:
@@ -189,7 +190,7 @@ class Host:
                 continue
             if self._stop.is_set():
                 raise StoppedError("stopped")
-            self._progress.skip(0, self._waited_for())
+            self._progress.skip(0, waited_for)
             with self._changed:
                 self._changed.wait(_MOST_SECONDS)
 
