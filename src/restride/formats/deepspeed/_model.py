@@ -100,13 +100,7 @@ def read_model_file(root: Field, name: str, tp: int, dp: int | None = None) -> M
         CorruptError: Parts of it contradict each other.
     """
     _refuse_others(root)
-    stored: dict[str, StoredTensor] = {}
-    extras: list[Field] = []
-    for key, entry in root.at("module").items():
-        if isinstance(entry.value, StoredTensor):
-            stored[key] = entry.value
-        else:
-            extras.append(entry)
+    stored, extras = _module(root)
     dtypes = {key: tensor.storage.dtype for key, tensor in stored.items()}
     frozen = _shapes(root.get("frozen_param_shapes"))
     fragments = root.get("frozen_param_fragments")
@@ -123,21 +117,21 @@ def read_model_file(root: Field, name: str, tp: int, dp: int | None = None) -> M
     parameters = {*frozen, *chain.from_iterable(param_shapes or ())}
     _check_names(root, parameters, buffer_names)
     model = ModelFile(
-        name,
-        dp,
-        tp,
-        root,
-        dtypes,
-        weights,
-        chunks,
-        root.get("optimizer"),
-        tuple(extras),
-        param_shapes,
-        frozen,
-        buffer_names,
-        {key: entry.text() for key, entry in shared.items()} if shared else {},
-        _world_size(root, "dp_world_size"),
-        _world_size(root, "mp_world_size"),
+        name=name,
+        dp=dp,
+        tp=tp,
+        root=root,
+        dtypes=dtypes,
+        weights=weights,
+        fragments=chunks,
+        optimizer=root.get("optimizer"),
+        extras=extras,
+        param_shapes=param_shapes,
+        frozen=frozen,
+        buffer_names=buffer_names,
+        aliases={key: entry.text() for key, entry in shared.items()} if shared else {},
+        dp_size=_world_size(root, "dp_world_size"),
+        tp_size=_world_size(root, "mp_world_size"),
     )
     _check_shapes(model)
     return model
@@ -165,6 +159,18 @@ def _refuse_others(root: Field) -> None:
             "with its weights in layer files",
             where=root.where,
         )
+
+
+def _module(root: Field) -> tuple[dict[str, StoredTensor], tuple[Field, ...]]:
+    """The tensors of the module, and its entries that are none."""
+    tensors: dict[str, StoredTensor] = {}
+    extras: list[Field] = []
+    for key, entry in root.at("module").items():
+        if isinstance(entry.value, StoredTensor):
+            tensors[key] = entry.value
+        else:
+            extras.append(entry)
+    return tensors, tuple(extras)
 
 
 def _shapes(stored: Field | None) -> dict[str, Shape]:

@@ -186,41 +186,58 @@ def open_stages(root: Path, opened: TorchFiles, *, has_weights: bool = True) -> 
     dp_size = _data_size(folder, grid, own)
     findings = list(_strangers(models, grid, folder, dp_size))
     own = [model for model in own if model.dp is None or model.dp < dp_size]
-    zeros = {
-        (dp, mp): read_zero_file(
-            files.open(file.name), folder.below + file.name, dp, mp % grid.tp_size
-        )
-        for (dp, mp), file in sorted(_choose(folder, own, grid.size, dp_size).items())
-    }
+    zeros = _open_zeros(folder, files, own, grid, dp_size)
     stage = agreed(((zero.stage, zero.name) for zero in zeros.values()), "zero_stage")
     runs: list[Run] = []
     stages = read_stages(folder, files.open, grid, own, zeros, has_weights=has_weights)
     for pipe, read in enumerate(stages):
-        held = {
-            (dp, mp % grid.tp_size): zero
-            for (dp, mp), zero in zeros.items()
-            if mp // grid.tp_size == pipe
-        }
         run = Run(
-            root,
-            folder,
-            files,
-            dp_size,
-            grid.tp_size,
-            read.models,
-            read.partitioned,
-            held,
-            stage,
-            findings,
-            pipe,
-            read.layers.copies if read.layers else {},
-            frozenset(read.layers.elsewhere) if read.layers else frozenset(),
-            tuple(read.layers.layers) if read.layers else (),
+            root=root,
+            folder=folder,
+            files=files,
+            dp_size=dp_size,
+            tp_size=grid.tp_size,
+            models=read.models,
+            partitioned=read.partitioned,
+            zeros=_of_stage(zeros, grid, pipe),
+            stage=stage,
+            findings=findings,
+            pipe=pipe,
+            copies=read.layers.copies if read.layers else {},
+            elsewhere=frozenset(read.layers.elsewhere if read.layers else ()),
+            layers=tuple(read.layers.layers if read.layers else ()),
         )
         _check_stage(run)
         findings.extend(_missing(run, has_optimizer=bool(zeros)))
         runs.append(run)
     return tuple(runs)
+
+
+def _open_zeros(
+    folder: TagFolder,
+    files: FileTable,
+    opened: Sequence[OpenedModel],
+    grid: Grid,
+    dp_size: int,
+) -> dict[tuple[int, int], ZeroFile]:
+    """Optimizer file of each (dp, mp) rank that has one."""
+    return {
+        (dp, mp): read_zero_file(
+            files.open(file.name), folder.below + file.name, dp, mp % grid.tp_size
+        )
+        for (dp, mp), file in sorted(_choose(folder, opened, grid.size, dp_size).items())
+    }
+
+
+def _of_stage(
+    zeros: Mapping[tuple[int, int], ZeroFile], grid: Grid, pipe: int
+) -> dict[tuple[int, int], ZeroFile]:
+    """Those of the ranks of one pipeline stage, by (dp, tp)."""
+    return {
+        (dp, mp % grid.tp_size): zero
+        for (dp, mp), zero in zeros.items()
+        if mp // grid.tp_size == pipe
+    }
 
 
 def _data_size(folder: TagFolder, grid: Grid, opened: Sequence[OpenedModel]) -> int:

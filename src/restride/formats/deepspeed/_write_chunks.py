@@ -27,7 +27,7 @@ from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.training import ParameterGroup
@@ -111,40 +111,16 @@ class _ModelFiles:
         writing = self._writing
         draft = FileDraft(writing.model_name(tp, dp))
         source = writing.source_rank(dp, tp, dp_size=writing.target.dp)
-        empty: dict[DType, StoredTensor] = {}
         rank = writing.target.rank(dp, tp)
-
-        def in_module(name: str) -> Value:
-            buffer = self._buffers.get(name)
-            if buffer is not None:
-                shape = writing.shard_shape(name, tp)
-                made = draft.buffer(buffer.selected.dtype, *shape)
-                draft.put(made, buffer, rank)
-                return made
-            dtype = self._dtype(name)
-            if dtype not in empty:
-                empty[dtype] = draft.buffer(dtype, 0)
-            return empty[dtype]
-
-        frozen = [
-            tensor.name
-            for tensor in writing.tensors.values()
-            if tensor.kind == "parameter" and not writing.is_owned(tensor.name, tp)
-        ]
         entries: dict[Value, Value] = {
-            "module": module_of(writing, source, in_module),
+            "module": module_of(writing, source, self._in_module(draft, dp, tp)),
             "param_shapes": [
                 ordered({name: SizeValue(shape) for name, shape in shapes.items()})
                 for parts in self._groups
                 for part in parts
                 for shapes in part.shapes(rank)
             ],
-            "frozen_param_shapes": ordered(
-                {name: SizeValue(writing.shard_shape(name, tp)) for name in frozen}
-            ),
-            "frozen_param_fragments": ordered(
-                {name: self._fragment(draft, name, rank) for name in frozen}
-            ),
+            **self._frozen_entries(draft, dp, tp),
             **common_entries(writing, source, tp),
         }
         if writing.experts is not None:
@@ -153,6 +129,42 @@ class _ModelFiles:
             entries["shared_params"] = {}
         alike = ("model", not dp, *_kind(writing, dp, tp))
         writing.output.add(draft, entries, alike=alike)
+
+    def _in_module(self, draft: FileDraft, dp: int, tp: int) -> Callable[[str], Value]:
+        """What stands in the module of a rank for each name: buffers whole, and else nothing."""
+        empty: dict[DType, StoredTensor] = {}
+
+        def value_of(name: str) -> Value:
+            buffer = self._buffers.get(name)
+            if buffer is not None:
+                shape = self._writing.shard_shape(name, tp)
+                made = draft.buffer(buffer.selected.dtype, *shape)
+                draft.put(made, buffer, self._writing.target.rank(dp, tp))
+                return made
+            dtype = self._dtype(name)
+            if dtype not in empty:
+                empty[dtype] = draft.buffer(dtype, 0)
+            return empty[dtype]
+
+        return value_of
+
+    def _frozen_entries(self, draft: FileDraft, dp: int, tp: int) -> dict[Value, Value]:
+        """Shapes and chunks of what the optimizer does not own."""
+        writing = self._writing
+        rank = writing.target.rank(dp, tp)
+        frozen = [
+            tensor.name
+            for tensor in writing.tensors.values()
+            if tensor.kind == "parameter" and not writing.is_owned(tensor.name, tp)
+        ]
+        return {
+            "frozen_param_shapes": ordered(
+                {name: SizeValue(writing.shard_shape(name, tp)) for name in frozen}
+            ),
+            "frozen_param_fragments": ordered(
+                {name: self._fragment(draft, name, rank) for name in frozen}
+            ),
+        }
 
     def _fragment(self, draft: FileDraft, name: str, rank: int) -> Value:
         """This rank's chunk; of a parameter that has no element here, and others train, nothing."""
