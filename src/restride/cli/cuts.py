@@ -65,22 +65,27 @@ def command_for(checkpoint: str) -> click.Command:
             if (config, rules, plan, grain) != (None,) * 4:
                 raise click.UsageError("say how many ranks the next run has: --tp")
             return show_families(checkpoint, catalog, as_json=as_json)
-        found = find_cut(catalog, Cut(tp, config, rules, plan, grain))
-        kinds = _kinds(catalog, found)
-        if as_json:
-            write_json(
-                {
-                    "tp": tp,
-                    "kinds": [kind.to_json() for kind in kinds],
-                    "findings": [finding_to_json(finding) for finding in found.findings],
-                }
-            )
-        else:
-            _show(open_page(), checkpoint, catalog, kinds, tp)
-            show_findings(open_page(), found.findings)
+        _show_cut(checkpoint, catalog, Cut(tp, config, rules, plan, grain), as_json=as_json)
         return ExitCode.OK
 
     return command
+
+
+def _show_cut(checkpoint: str, catalog: Catalog, cut: Cut, *, as_json: bool) -> None:
+    """Find out how the next run cuts it, and write that."""
+    found = find_cut(catalog, cut)
+    kinds = _kinds(catalog, found)
+    if as_json:
+        write_json(
+            {
+                "tp": cut.tp,
+                "kinds": [kind.to_json() for kind in kinds],
+                "findings": [finding_to_json(finding) for finding in found.findings],
+            }
+        )
+    else:
+        _show(open_page(), checkpoint, catalog, kinds, cut.tp)
+        show_findings(open_page(), found.findings)
 
 
 @dataclass(frozen=True, slots=True)
