@@ -94,7 +94,7 @@ def test_for_the_same_ranks_every_file_holds_what_the_engine_wrote(name, replica
 
 
 @given(pipelines())
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_every_state_is_read_back_bit_for_bit_from_other_ranks_of_one_and_of_all_stages(stages):
     with TemporaryDirectory() as folder:
         source = Path(folder) / "run"

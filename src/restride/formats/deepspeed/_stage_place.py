@@ -1,14 +1,15 @@
 """The ranks of one stage of a pipeline among those of all.
 
-What is written of a stage counts its own ranks. An array is announced over the ranks of all stages,
-where the others hold nothing of it: so a rank of the target has its place in the pipeline, and of
-copies that drifted it can be given the one of the same stage.
+What is written of a stage counts its own ranks. Only what the stages of the source hold copies of,
+a tied module, is announced over the ranks of all stages, where the others hold nothing of it: so a
+rank of the target has its place in the pipeline, and of copies that drifted it can be given the one
+of the same stage.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from restride.algebra.mesh import Mesh
 from restride.storage.torch_output import FileDraft
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from restride.storage.torch_output import OutputArray
 
 __all__ = ["StageDraft", "StagePlace"]
+
+_PIPE: Final = "pp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +38,20 @@ class StagePlace:
     count: int
     info: dict[Value, Value] | None
 
-    def placed(self, layout: Layout) -> Layout:
-        """A layout over the ranks of the stage as one over those of all stages."""
-        if self.count == 1:
+    def placed(self, layout: Layout, source: Layout) -> Layout:
+        """A layout over the ranks of the stage as one over those of all stages.
+
+        Args:
+            layout: How the stage cuts an array.
+            source: How the source does, by which it is told whether stages hold copies.
+        """
+        if self.count == 1 or not _has_stages(source):
             return layout
         size, none = layout.mesh.size, (0,)
         before, after = self.number * size, (self.count - 1 - self.number) * size
         return replace(
             layout,
-            mesh=Mesh((("pp", self.count), *layout.mesh.axes)),
+            mesh=Mesh(((_PIPE, self.count), *layout.mesh.axes)),
             shard_shapes=(
                 *(((before, none),) if before else ()),
                 *layout.shard_shapes,
@@ -76,6 +84,10 @@ class StageDraft(FileDraft):
 
     def _rank(self, array: OutputArray, rank: int) -> int:
         place = self.place
-        if place is None:
+        if place is None or not _has_stages(array.layout):
             return rank
         return place.number * (array.layout.rank_count // place.count) + rank
+
+
+def _has_stages(layout: Layout) -> bool:
+    return any(axis == _PIPE for axis, _ in layout.mesh.axes)

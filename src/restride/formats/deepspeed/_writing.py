@@ -163,7 +163,9 @@ class Writing:
 
     def array(self, selected: Selected, layout: Layout) -> OutputArray:
         """Announce an array, cut by `layout` over the ranks of the stage, or of the run."""
-        return self.output.array(selected, self.stage.placed(layout) if self.stage else layout)
+        if self.stage is not None:
+            layout = self.stage.placed(layout, selected.entry.layout)
+        return self.output.array(selected, layout)
 
     def draft(self, name: str) -> FileDraft:
         """Begin a file."""
