@@ -43,6 +43,12 @@ if TYPE_CHECKING:
 __all__ = ["command", "show_report"]
 
 _MOST_SHOWN: Final = 12
+_EXAMPLES: Final = """\b
+Examples:
+  restride convert CKPT OUT                         the weights, for from_pretrained
+  restride convert CKPT OUT --to deepspeed --dp 8   for load_checkpoint on 8 ranks
+  restride convert CKPT OUT --to universal          for engines with load_universal
+"""
 
 
 class _Convert(SectionedCommand):
@@ -60,7 +66,7 @@ class _Convert(SectionedCommand):
     }
 
 
-@click.command("convert", cls=_Convert)
+@click.command("convert", cls=_Convert, epilog=_EXAMPLES)
 @click.argument("checkpoint")
 @click.argument("out")
 @click.option(
@@ -111,13 +117,14 @@ class _Convert(SectionedCommand):
 @click.option(
     "--dtype",
     metavar="DTYPE",
-    help="Type of the weights: float32, bfloat16, float16 or float64. Default: as trained.",
+    help="Type of the weights in safetensors: float32, bfloat16, float16 or float64. Default: as "
+    "trained.",
 )
 @click.option(
     "--max-shard-size",
     metavar="SIZE",
     callback=as_nbytes,
-    help="Start a new file above this size, such as 5GB.",
+    help="Start a new file of safetensors above this size, such as 5GB. Default: one file.",
 )
 @click.option(
     "--stage",
@@ -149,7 +156,8 @@ class _Convert(SectionedCommand):
     "--no-sync",
     is_flag=True,
     help="Do not wait until the disk has it: faster. A kill loses nothing; if the machine dies "
-    "soon after, a part of OUT may be missing, which `restride check` finds.",
+    "soon after, a part of OUT may be missing, which `restride check` finds. Of several processes, "
+    "what number 0 was told counts.",
 )
 @click.option(
     "--process",
