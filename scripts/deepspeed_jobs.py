@@ -8,7 +8,8 @@ Each line on stdin is a job, each line on stdout its answer, in the same order::
     {"peer": ["OUT/step", "UNIVERSAL/step"]}
     {"ok": true, "losses": []}
 
-The second kind runs DeepSpeed's own `ds_to_universal`. The first starts `world` processes, builds a
+The second kind runs DeepSpeed's own `ds_to_universal`; one with a ``pipeline`` trains that
+(`pipeline_jobs.py`). The first starts `world` processes, builds a
 tiny model with random weights (nothing is downloaded), makes an engine of it, loads (`load`, and
 `universal` where that is a universal folder), skips `skip` batches, saves what it loaded
 (`resave`), trains `steps` batches, saves (`save`, with the model's ``config.json`` beside it), and
@@ -298,7 +299,12 @@ def run_rank(rank: int, job: dict[str, Any], port: int, answers: Any) -> None:
         MASTER_PORT=str(port),
     )
     try:
-        losses = convert_as_peer(*job["peer"]) if "peer" in job else train(rank, job)
+        if "pipeline" in job:
+            import pipeline_jobs
+
+            losses = pipeline_jobs.train(rank, job)
+        else:
+            losses = convert_as_peer(*job["peer"]) if "peer" in job else train(rank, job)
     except BaseException as error:  # noqa: BLE001 - the server has to hear of it, whatever it is
         trace = traceback.format_exc()
         answers.put({"ok": False, "rank": rank, "error": f"{error!r}", "trace": trace})

@@ -54,10 +54,16 @@ class Shape:
     dp: int
     zero: int
     ep: int = 1
+    pp: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp * (self.pp or 1)
 
     def __str__(self) -> str:
+        stages = f"PP{self.pp} " if self.pp else ""
         experts = f" EP{self.ep}" if self.ep > 1 else ""
-        return f"TP{self.tp} DP{self.dp}{experts} ZeRO-{self.zero}"
+        return f"{stages}TP{self.tp} DP{self.dp}{experts} ZeRO-{self.zero}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,25 @@ EXPERTS = (
     Shape(1, 4, 2, 2),
     Shape(1, 2, 3, 2),
 )
+STAGES = (
+    Shape(1, 1, 1, pp=1),
+    Shape(1, 2, 1, pp=1),
+    Shape(1, 1, 1, pp=2),
+    Shape(1, 3, 1, pp=2),
+    Shape(1, 2, 1, pp=3),
+    Shape(1, 1, 1, pp=4),
+    Shape(2, 1, 1, pp=1),
+    Shape(2, 1, 1, pp=2),
+    Shape(1, 2, 0, pp=2),
+)
 WIDE_HEADS = (("heads", 16),)
+# Layers of a pipeline (`record_pipeline_checkpoints.py`). The last of the tied ones uses the
+# embedding of the first through a function, and has no file.
+PIPELINES: dict[str, tuple[str, ...]] = {
+    "pipeline": ("embed", "block", "block", "norm"),
+    "pipeline_tied": ("embed_tied", "block", "function", "block", "norm", "embed_as_head"),
+}
+TIED = {"pipeline_tied": {"embed": [0, 5]}}
 SOURCES = (
     *(Source("llama", Shape(2, 1, zero)) for zero in (0, 1, 2, 3)),
     *(Source("llama", Shape(1, 2, zero)) for zero in (0, 1, 2, 3)),
@@ -119,6 +143,15 @@ SOURCES = (
     Source("mixtral", Shape(2, 1, 1)),
     *(Source("mixtral", Shape(1, 2, zero, 2)) for zero in (1, 2, 3)),
     Source("qwen3moe", Shape(1, 4, 1, 4)),
+    Source("pipeline", Shape(1, 1, 1, pp=2)),
+    Source("pipeline", Shape(1, 2, 1, pp=2), "bf16"),
+    Source("pipeline", Shape(1, 2, 1, pp=1)),
+    Source("pipeline", Shape(1, 1, 1, pp=4)),
+    Source("pipeline", Shape(2, 1, 1, pp=2)),
+    Source("pipeline", Shape(2, 1, 1, pp=2), "bf16"),
+    Source("pipeline_tied", Shape(1, 2, 1, pp=2)),
+    Source("pipeline_tied", Shape(1, 2, 1, pp=2), "bf16"),
+    Source("pipeline_tied", Shape(1, 1, 1, pp=3)),
 )
 
 
@@ -157,6 +190,11 @@ class Engine:
 
 
 def job_of(source: Source, shape: Shape) -> dict[str, Any]:
+    if source.model in PIPELINES:
+        precision = {"bf16": {"enabled": True}} if source.dtype == "bf16" else {}
+        sizes = {"pp": shape.pp, "tp": shape.tp, "dp": shape.dp}
+        layers = {"layers": PIPELINES[source.model], "config": precision}
+        return {"pipeline": {**layers, **sizes}, "world": shape.ranks, "zero": shape.zero}
     job = {
         "model": source.model,
         "world": shape.tp * shape.dp,
@@ -168,6 +206,15 @@ def job_of(source: Source, shape: Shape) -> dict[str, Any]:
     if source.shape.ep > 1 or shape.ep > 1:
         job["ep"] = shape.ep
     return job
+
+
+def stages_of(source: Source, shape: Shape) -> dict[str, Any]:
+    """What is said of the stages of a target: the engine's are uniform."""
+    if shape.pp in {None, source.shape.pp}:
+        return {"pp": shape.pp}
+    count = len(PIPELINES[source.model])
+    tied = TIED.get(source.model)
+    return {"pp": shape.pp, "pp_layers": f"uniform:{count}", "pp_tied": tied}
 
 
 class Case:
@@ -229,6 +276,8 @@ class Case:
     def _adds_alike(self, shape: Shape) -> bool:
         """Whether an engine of that shape adds in the order of the source's."""
         mine = self._source.shape
+        if mine.pp:  # what a stage adds up does not depend on the others
+            return shape.tp == mine.tp
         return (shape.tp, shape.ep, shape.zero == 3) == (mine.tp, mine.ep, mine.zero == 3)
 
     def _sharded(self, shape: Shape, same: list[str]) -> list[str]:
@@ -243,6 +292,7 @@ class Case:
             dp=shape.dp,
             zero=shape.zero,
             ep=shape.ep,
+            **stages_of(self._source, shape),
             plan=False if self._source.model == "codegen" else None,
             replicas=self._source.replicas,
             force=True,
@@ -350,9 +400,18 @@ def targets_of(source: Source) -> tuple[Shape, ...]:
         return EXPERTS
     if source.model == "gpt2":  # the engine has no tensor parallelism for it
         return tuple(shape for shape in DENSE if shape.tp == 1)
+    if source.model in PIPELINES:
+        return tuple(shape for shape in STAGES if is_possible(source, shape))
     if source.model in WITHOUT_FORWARD:  # a loss on parameters needs them whole on every rank
         return tuple(shape for shape in DENSE if shape.zero < 3)
     return DENSE
+
+
+def is_possible(source: Source, shape: Shape) -> bool:
+    """Whether an engine of a pipeline loads such files, and the source says how it is cut."""
+    if shape.zero == 0 and source.dtype == "bf16":
+        return False
+    return shape.tp in {1, source.shape.tp}
 
 
 def run(
@@ -390,7 +449,7 @@ def table(rows: list[Row]) -> str:
     """The rows in Markdown, one table for each set of targets."""
     explained = (__doc__ or "").split("    python scripts")[0].partition("\n\n")[2].strip()
     parts = ["# What the real engine makes of every conversion", "", explained, ""]
-    for shapes in (DENSE, EXPERTS):
+    for shapes in (DENSE, EXPERTS, STAGES):
         names = [str(shape) for shape in shapes]
         known = [row for row in rows if row.cells and set(row.cells) <= set(names)]
         if known:

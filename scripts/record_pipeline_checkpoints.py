@@ -195,7 +195,8 @@ def start(rank: int, variant: dict[str, Any]) -> tuple[Any, Any]:
         topology=topology,
         loss_fn=lambda hidden, _: hidden.float().pow(2).mean(),
         partition_method=variant.get("method", "uniform"),
-        seed_layers=True,
+        # The method "parameters" has numbers that no seed may be.
+        seed_layers=variant.get("method") != "parameters",
     )
     if tp > 1:
         module.universal_checkpoint_info = PATTERNS

@@ -51,8 +51,10 @@ def require_saved_again() -> Callable[[Path, Path], None]:
     the versions of modules, which files that a test has changed do not have.
     """
 
-    def comparable(path: Path) -> dict[str, Any]:
+    def comparable(path: Path) -> Any:
         content = file_content(path)
+        if not isinstance(content, dict):  # a layer of a pipeline
+            return content
         content.pop("ds_config", None)
         for key in ("clip_grad", "ds_version"):
             content.get("optimizer_state_dict", {}).pop(key, None)
