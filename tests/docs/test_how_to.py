@@ -14,6 +14,7 @@ from restride.testing.documents import links_of, matches, sessions_of
 
 LLAMA = '{"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4}'
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"
+PIPELINE = Path(__file__).resolve().parents[1] / "data" / "deepspeed_pipeline" / "tied_z1"
 
 
 def as_the_trainer_leaves_it(source: Path, folder: Path) -> None:
@@ -43,6 +44,10 @@ def beside_an_earlier_save(source: Path, folder: Path) -> None:
     shutil.rmtree(other)
 
 
+def of_two_stages(_source: Path, folder: Path) -> None:
+    shutil.copytree(PIPELINE, folder, ignore=shutil.ignore_patterns("reference_*"))
+
+
 SETTINGS = {
     "safetensors.md": ("llama_tp1dp2_z3", "checkpoint-500", as_the_trainer_leaves_it),
     "fewer-gpus.md": ("llama_tp1dp2_z2", "checkpoint", shutil.copytree),
@@ -50,6 +55,7 @@ SETTINGS = {
     "experts.md": ("mixtral_ep2_z1", "checkpoint", on_four_ranks),
     "replicas.md": ("gptbigcode_tp2_z1", "checkpoint", shutil.copytree),
     "several-machines.md": ("llama_tp2_z1", "checkpoint", shutil.copytree),
+    "pipeline-stages.md": ("", "checkpoint", of_two_stages),
     "wrong-loss.md": ("llama_tp1dp2_z1", "checkpoint", beside_an_earlier_save),
 }
 # What a page shows that exits with 1.
