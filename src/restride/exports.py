@@ -162,6 +162,7 @@ def _lay_out_universal(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
 
 def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | None) -> Export:
     """The same for DeepSpeed's sharded form, for ranks that may be others than the source's."""
+    from restride.formats.deepspeed.expert_settings import expert_rank_count  # noqa: PLC0415
     from restride.formats.deepspeed.stage_cut import read_stage_cut  # noqa: PLC0415
     from restride.formats.deepspeed.target import DeepSpeedTarget  # noqa: PLC0415
     from restride.formats.deepspeed.writer import lay_out  # noqa: PLC0415
@@ -173,7 +174,7 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
         tp=_size(catalog, wanted.tp, "tp"),
         dp=_size(catalog, wanted.dp, "dp"),
         zero=_stage(catalog, wanted.zero),
-        ep=_expert_size(training) if wanted.ep is None else wanted.ep,
+        ep=expert_rank_count(training) if wanted.ep is None else wanted.ep,
         pp=_stage_count(training, stages) if wanted.pp is None else wanted.pp,
         cut=stages,
     )
@@ -211,12 +212,6 @@ def _stage_count(training: Training, said: StageCut) -> int:
     if said.starts is not None:
         return len(said.starts)
     return len(training.pipeline.stages) if training.pipeline else 1
-
-
-def _expert_size(training: Training) -> int:
-    """Expert-parallel ranks of the source; 1 where it has none, or has no experts."""
-    sizes = [layer.get("ep_size") for layer in training.experts[:1]]
-    return next((size for size in sizes if isinstance(size, int)), 1)
 
 
 def _stage(catalog: Catalog, said: int | None) -> int:

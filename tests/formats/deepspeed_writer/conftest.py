@@ -61,11 +61,13 @@ def require_saved_again() -> Callable[[Path, Path], None]:
         if "module" in content:
             content["module"] = content["module"][1]
         if content.get("param_shapes", (None, None))[1] is not None:
-            content["param_shapes"] = [
-                {name: numbers for name, (_, numbers) in group.items()}
-                for _, group, *_ in content["param_shapes"][1]
-            ]
+            content["param_shapes"] = [plain(group) for group in content["param_shapes"][1]]
+        if content.get("frozen_param_shapes", (None, None))[1] is not None:
+            content["frozen_param_shapes"] = plain(content["frozen_param_shapes"])
         return content
+
+    def plain(shapes: Any) -> dict[str, Any]:
+        return {name: numbers for name, (_, numbers) in shapes[1].items()}
 
     def require(ours: Path, theirs: Path) -> None:
         names = sorted(path.name for path in (ours / "step").iterdir())

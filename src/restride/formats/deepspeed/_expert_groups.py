@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from restride.checkpoint.training import ParameterGroup
 
-__all__ = ["MOST_GROUP_NUMEL", "regrouped"]
+__all__ = ["MOST_GROUP_NUMEL", "joined_groups", "regrouped", "split_group"]
 
 MOST_GROUP_NUMEL: Final = 178_956_971
 """Elements of one rank's experts that a group has at most, unless it has one parameter."""
@@ -45,24 +45,64 @@ def regrouped(
         after: Those of the target.
         most: Elements that a group has at most on a rank.
     """
+    for group in joined_groups(groups, numels, before, most=most):
+        yield from split_group(group, numels, after, before=before, after=after, most=most)
+
+
+def joined_groups(
+    groups: Iterable[ParameterGroup],
+    numels: Mapping[str, int],
+    share: int,
+    *,
+    most: int = MOST_GROUP_NUMEL,
+) -> list[ParameterGroup]:
+    """Join groups of experts that were one group of the model, and were split by their size.
+
+    Args:
+        groups: Of the source; those of other parameters are passed on.
+        numels: Elements of each parameter of experts.
+        share: One rank has so many times fewer of each.
+        most: Elements that a group has at most on a rank.
+    """
     joined: list[ParameterGroup] = []
     for group in groups:
-        if joined and _is_split(joined[-1], group, numels, before, most):
+        if joined and _is_split(joined[-1], group, numels, share, most):
             joined[-1] = _joined(joined[-1], group)
         else:
             joined.append(group)
-    for group in joined:
-        if not _has_experts(group, numels):
-            yield group
-            continue
-        settings = dict(group.settings)
-        if settings.get(_NAME) == f"ep_size_{before}":
-            settings[_NAME] = f"ep_size_{after}"
-        parts = _split(group.names, numels, after, most)
-        # What stood between the trained ones is in no part in particular.
-        listed = group.listed if len(parts) == 1 else None
-        for names in parts:
-            yield replace(group, names=names, settings=settings, listed=listed)
+    return joined
+
+
+def split_group(
+    group: ParameterGroup,
+    numels: Mapping[str, int],
+    share: int,
+    *,
+    before: int,
+    after: int,
+    most: int = MOST_GROUP_NUMEL,
+) -> Iterator[ParameterGroup]:
+    """Split a group of experts by its size, and name it after the ranks that it is for.
+
+    Args:
+        group: The group; one of other parameters is passed on.
+        numels: Elements of each parameter of experts.
+        share: One rank has so many times fewer of each.
+        before: Expert-parallel ranks of the source.
+        after: Those of the target.
+        most: Elements that a group has at most on a rank.
+    """
+    if not _has_experts(group, numels):
+        yield group
+        return
+    settings = dict(group.settings)
+    if settings.get(_NAME) == f"ep_size_{before}":
+        settings[_NAME] = f"ep_size_{after}"
+    parts = _split(group.names, numels, share, most)
+    # What stood between the trained ones is in no part in particular.
+    listed = group.listed if len(parts) == 1 else None
+    for names in parts:
+        yield replace(group, names=names, settings=settings, listed=listed)
 
 
 def _joined(first: ParameterGroup, second: ParameterGroup) -> ParameterGroup:

@@ -5,30 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_groups import regrouped
 from restride.formats.deepspeed._fields import Field
-from restride.formats.deepspeed._settings import is_enabled
+from restride.formats.deepspeed._native_target import PlacedNative, place_native
 from restride.formats.deepspeed._spread import spread_experts
 from restride.formats.deepspeed._writing import keyed
+from restride.formats.deepspeed.expert_settings import any_of, is_data_first
 from restride.formats.deepspeed.maps import MAP_VERSION
 from restride.formats.deepspeed.placements import to_expert_map, to_expert_placement
 from restride.layouts.gathered import experts
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from restride.algebra.layout import Layout
+    from restride.algebra.mesh import Mesh
     from restride.checkpoint.catalog import Catalog, TensorEntry
     from restride.checkpoint.training import Training
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._spread import Spread
     from restride.formats.deepspeed.target import DeepSpeedTarget
 
-__all__ = ["ExpertLayer", "PlacedExperts", "place_experts"]
+__all__ = ["ExpertLayer", "Placed", "PlacedExperts", "place_experts"]
 
 _WEIGHTS: Final = ("w1", "w2", "w3")
 _MATRICES: Final = 3
@@ -36,7 +38,6 @@ _GRADIENTS: Final = 2
 _PARTITIONED_WEIGHTS: Final = 3
 _PATTERN: Final = r".*\.experts\.w[123]$"
 _VERSION: Final = 0.4
-_DATA_FIRST: Final = "use_data_before_expert_parallelism"
 # Children of a layer that AutoEP makes; any other one may be a second name of the router.
 _OWN_CHILDREN: Final = frozenset({"router", "experts", "shared_experts", "shared_experts_gate"})
 
@@ -105,10 +106,16 @@ class PlacedExperts:
         groups = regrouped(training.groups, numels, before=before, after=self.target.ep)
         return replace(training, groups=tuple(groups))
 
-    def held(self, name: str, cutter: int) -> range:
-        """Experts of a stacked parameter that an expert-parallel rank holds."""
-        count = self.layouts[name].full_shape[0] // self.target.ep
-        return range(cutter * count, (cutter + 1) * count)
+    def copies(self, name: str, cutters: Sequence[int], mesh: Mesh) -> Layout:
+        """How files have a stacked parameter that are each of one expert-parallel rank."""
+        shape = self.layouts[name].full_shape
+        held = shape[0] // self.target.ep
+        placement = [range(cutter * held, (cutter + 1) * held) for cutter in cutters]
+        return experts(shape, mesh=mesh, placement=placement)
+
+    def local_name(self, name: str, cutter: int) -> str:  # noqa: ARG002 - as for single experts
+        """What an expert-parallel rank calls a parameter: a stack has one name on all."""
+        return name
 
     def without_second_names(self, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """The tensors of the source, by name, but for the second names of routers."""
@@ -154,27 +161,30 @@ class PlacedExperts:
         }
 
 
-def place_experts(
-    catalog: Catalog, training: Training, target: DeepSpeedTarget
-) -> PlacedExperts | None:
+Placed: TypeAlias = PlacedExperts | PlacedNative
+
+
+def place_experts(catalog: Catalog, training: Training, target: DeepSpeedTarget) -> Placed | None:
     """Place the experts of a checkpoint on the ranks of a target, or return None where it has none.
 
     Raises:
         FormatError, CorruptError: What is said of the layers is wrong.
         UnsupportedError: The target has expert-parallel ranks and the checkpoint no layers of
-            AutoEP; the experts do not divide; or DeepSpeed cannot resume from such a checkpoint.
+            experts that a rank may have a part of; the experts do not divide; or DeepSpeed cannot
+            resume from such a checkpoint.
         ExecutionError: A file cannot be read.
     """
     where = catalog.root
     if not training.experts:
-        if target.ep > 1:
+        native = place_native(catalog, training, target)
+        if native is None and target.ep > 1:
             raise UnsupportedError(
-                f"has no layers of experts that AutoEP made, and {target.ep} expert-parallel ranks "
-                "are asked for",
+                "has no layers of experts of AutoEP or of deepspeed.moe.layer.MoE, and "
+                f"{target.ep} expert-parallel ranks are asked for",
                 where=where,
                 remedy="leave out --ep; tensor-parallel ranks cut experts as other weights",
             )
-        return None
+        return native
     if target.tp > 1:
         raise UnsupportedError(
             f"has experts of AutoEP, which cannot be written for {target.tp} tensor-parallel ranks",
@@ -189,10 +199,7 @@ def place_experts(
         for layer in layers
         for name in layer.names
     }
-    config = training.ranks[0].values.get("ds_config")
-    said = config.get(_DATA_FIRST) if isinstance(config, dict) else None
-    is_data_first = is_enabled(Field(said, f"ds_config[{_DATA_FIRST!r}]"))
-    spread = spread_experts(target, is_data_first=is_data_first)
+    spread = spread_experts(target, is_data_first=is_data_first(training))
     aliases = dict(_aliases(catalog, training, layers, tensors))
     stored = tuple(_stored(layers, layouts))
     return PlacedExperts(layers, layouts, stored, spread, target, aliases, training.described)
@@ -236,12 +243,11 @@ def _layers(
                     where=said.where,
                 )
         if layer.count % target.ep:
-            sizes = [str(n) for n in range(1, layer.count + 1) if layer.count % n == 0]
+            sizes = [n for n in range(1, layer.count + 1) if layer.count % n == 0]
             raise UnsupportedError(
                 f"{layer.count} experts do not divide over {target.ep} expert-parallel ranks",
                 where=f"layer {layer.path!r}",
-                remedy=f"choose --ep {', '.join(sizes[:-1])}{' or ' if sizes[:-1] else ''}"
-                f"{sizes[-1]}",
+                remedy=f"choose --ep {any_of(sizes)}",
             )
         yield layer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from restride.checkpoint.orders import merged_order
 from restride.checkpoint.training import ParameterGroup
 from restride.checkpoint.values import StoredTensor
 from restride.errors import UnsupportedError
@@ -12,12 +13,12 @@ from restride.formats.deepspeed._loss_scaler import ENTRIES, scaler_of_entries
 from restride.formats.deepspeed._whole_file import CONSUMED_KEYS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from restride.checkpoint.training import Training
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._fields import Field
-    from restride.formats.deepspeed._whole import Whole, WholeRank
+    from restride.formats.deepspeed._whole import Whole
 
 __all__ = ["with_whole_optimizer"]
 
@@ -66,16 +67,18 @@ def _groups(whole: Whole) -> Iterator[ParameterGroup]:
             names=names,
             settings={key: entry.value for key, entry in settings.items() if key != "params"},
             numbers=_numbers(whole, names, number, is_fused=_is_fused(settings)),
-            listed=_listed(first, number),
+            listed=_listed(whole, number, names),
         )
 
 
-def _listed(rank: WholeRank, number: int) -> tuple[str, ...] | None:
+def _listed(whole: Whole, number: int, order: Sequence[str]) -> tuple[str, ...] | None:
     """Everything that the optimizer numbers: in fp32 that is what the script gave it."""
-    names = rank.listed[number]
-    if rank.file.kind != "bare" or None in names:
+    by_rank = [rank.listed[number] for rank in whole.ranks]
+    if whole.ranks[0].file.kind != "bare" or any(None in names for names in by_rank):
         return None
-    return tuple(name for name in names if name is not None)
+    known = [[name for name in names if name is not None] for names in by_rank]
+    # Ranks number their own experts, and are put together as those that they train.
+    return merged_order(known, order) if len({*by_rank}) > 1 else tuple(known[0])
 
 
 def _is_fused(settings: Field) -> bool:

@@ -9,23 +9,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from restride.algebra.mesh import Mesh
+from restride.formats.deepspeed._native_target import PlacedNative
 from restride.layouts.gathered import experts
+from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft
 
 if TYPE_CHECKING:
     from restride.checkpoint.values import Value
-    from restride.formats.deepspeed._expert_target import PlacedExperts
+    from restride.formats.deepspeed._expert_target import Placed
     from restride.formats.deepspeed._writing import Writing
 
 __all__ = ["write_expert_files"]
 
 
-def write_expert_files(writing: Writing, placed: PlacedExperts) -> None:
+def write_expert_files(writing: Writing, placed: Placed) -> None:
     """Add the file of every expert of every layer.
 
     Raises:
         UnsupportedError: A weight cannot be written.
     """
+    if isinstance(placed, PlacedNative):
+        _write_native(writing, placed)
+        return
     for layer in placed.layers:
         mesh = Mesh((("expert", layer.count),))
         arrays = {}
@@ -34,13 +39,29 @@ def write_expert_files(writing: Writing, placed: PlacedExperts) -> None:
             shape = selected.entry.layout.full_shape
             arrays[name] = writing.output.array(selected, experts(shape, mesh=mesh))
         for expert in range(layer.count):
-            draft = FileDraft(
-                f"{writing.training.tag}/layer_{layer.number}_expert_{expert}"
-                "_mp_rank_00_model_states.pt"
-            )
+            draft = _draft(writing, layer.number, expert)
             content: dict[Value, Value] = {}
             for name, array in arrays.items():
                 made = draft.buffer(array.selected.dtype, *array.layout.shard_shape(expert)[1:])
                 draft.put(made, array, expert)
                 content[f"{name}.{expert}"] = made
             writing.output.add(draft, content)
+
+
+def _write_native(writing: Writing, placed: PlacedNative) -> None:
+    """Add the files of experts that are modules of their own, with all of their tensors."""
+    one = Mesh((("expert", 1),))
+    for layer in placed.layers:
+        for expert, names in enumerate(layer.names):
+            draft = _draft(writing, layer.number, expert)
+            content: dict[Value, Value] = {}
+            for name in names:
+                selected = writing.weights[name]
+                whole = replicated(selected.entry.layout.full_shape, mesh=one)
+                content[name] = draft.tensor(writing.output.array(selected, whole), 0)
+            writing.output.add(draft, content)
+
+
+def _draft(writing: Writing, layer: int, expert: int) -> FileDraft:
+    name = f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+    return FileDraft(f"{writing.training.tag}/{name}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from restride.checkpoint.catalog import Finding
 from restride.errors import RestrideError
 from restride.formats.deepspeed._fields import Field, shown
+from restride.formats.deepspeed._native_target import PlacedNative
 from restride.formats.deepspeed._settings import zero_setting
 from restride.formats.deepspeed._values import JsonWriter
 from restride.storage.ranges import FilePool
@@ -84,6 +85,13 @@ def _experts(writing: Writing) -> Iterator[Finding]:
         message = (
             f"ds_config in the files says autoep_size {shown(size.value)}, as the source was "
             f"trained: resume with {writing.target.ep}"
+        )
+        yield Finding("note", "config-ep", message)
+    placed = writing.experts
+    if isinstance(placed, PlacedNative) and placed.before != writing.target.ep:
+        message = (
+            f"a layer of experts was built with ep_size={placed.before}: resume with a model whose "
+            f"layers have ep_size={writing.target.ep}"
         )
         yield Finding("note", "config-ep", message)
 

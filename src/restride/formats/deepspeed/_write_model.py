@@ -28,21 +28,28 @@ def write_models(writing: Writing) -> None:
         CoverageError: A layout of the target is not whole.
         UnsupportedError: A weight cannot be written.
     """
+    saves_frozen = writing.target.zero >= _GRADIENTS
+
+    def is_saved_frozen(name: str) -> bool:
+        return saves_frozen and writing.tensors[name].is_frozen
+
     arrays = {
         name: writing.output.array(selected, writing.layouts[name])
         for name, selected in writing.weights.items()
-        if not writing.is_expert(name) and writing.stage is None
+        if writing.stage is None and (not writing.is_expert(name) or is_saved_frozen(name))
     }
     for tp in range(writing.target.tp):
         draft = writing.draft(writing.model_name(tp))
         rank = writing.source_rank(0, tp, dp_size=1)
         made = {name: draft.tensor(array, tp) for name, array in arrays.items()}
         frozen = None
-        if writing.target.zero >= _GRADIENTS:
+        if saves_frozen:
             frozen = [
                 tensor.name
                 for tensor in writing.tensors.values()
-                if tensor.kind == "parameter" and not writing.is_owned(tensor.name, tp)
+                if tensor.kind == "parameter"
+                and not writing.is_owned(tensor.name, tp)
+                and writing.is_held(tensor.name, tp)
             ]
         entries: dict[Value, Value] = {
             # The weights of a pipeline are in the files of its layers.
@@ -106,7 +113,9 @@ def common_entries(writing: Writing, rank: ModelRank, tp: int) -> dict[Value, Va
     target = writing.target
     entries: dict[Value, Value] = {
         "buffer_names": [
-            tensor.name for tensor in writing.tensors.values() if tensor.kind == "buffer"
+            tensor.name
+            for tensor in writing.tensors.values()
+            if tensor.kind == "buffer" and writing.is_held(tensor.name, tp)
         ],
         "optimizer": None,
         # Only the first rank of all knows of shared parameters (`_get_shared_params`).

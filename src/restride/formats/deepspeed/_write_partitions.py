@@ -156,7 +156,8 @@ class _FlatGroupWriter:
 
     def fragments(self, rank: int) -> Value:
         """What this rank's partition holds of each parameter, in the order of the group."""
-        buffer, partition = self._place(rank)
+        cutter, partition = self.spread.place(rank)
+        buffer, placed = self._buffers[cutter], self._writing.experts
         found: dict[str, Value] = {}
         for name in self._group.names:
             if name not in buffer.places:
@@ -168,7 +169,8 @@ class _FlatGroupWriter:
                     "numel": member.layout.shard_numel(partition),
                     "start": start,
                 }
-                found[name] = Constructed(_FRAGMENT, state=state, is_new=True)
+                own = name if placed is None else placed.local_name(name, cutter)
+                found[own] = Constructed(_FRAGMENT, state=state, is_new=True)
         return ordered(found)
 
     def _place(self, rank: int) -> tuple[_Buffer, int]:

@@ -22,7 +22,6 @@ from restride.formats.deepspeed._write_groups import scalar_states, states_of
 from restride.formats.deepspeed._write_model import common_entries, module_of
 from restride.formats.deepspeed._writing import FP32, WEIGHT, keyed, optimizer_key
 from restride.formats.deepspeed.target import DeepSpeedTarget
-from restride.layouts.gathered import experts
 from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from restride.algebra.layout import Shape
     from restride.checkpoint.training import ParameterGroup
     from restride.checkpoint.values import Value
-    from restride.formats.deepspeed._expert_target import PlacedExperts
+    from restride.formats.deepspeed._expert_target import Placed
     from restride.formats.deepspeed._writing import Writing
     from restride.storage.torch_output import OutputArray
 
@@ -88,7 +87,7 @@ def write_whole(writing: Writing) -> None:
 
 def _write_copies(
     writing: Writing,
-    placed: PlacedExperts,
+    placed: Placed,
     kind: _Kind,
     weights: Mapping[str, OutputArray],
 ) -> None:
@@ -101,11 +100,7 @@ def _write_copies(
     cutters = (0, *range(placed.spread.cutters))
     files = DeepSpeedTarget(tp=len(cutters), dp=1, zero=0)
     layouts = {
-        name: experts(
-            layout.full_shape,
-            mesh=files.tp_mesh,
-            placement=[placed.held(name, cutter) for cutter in cutters],
-        )
+        name: placed.copies(name, cutters, files.tp_mesh)
         if writing.is_expert(name)
         else replicated(layout.full_shape, mesh=files.tp_mesh)
         for name, layout in writing.layouts.items()
@@ -199,7 +194,12 @@ def _part(writing: Writing, name: str, kind: _Kind, *, has_scalars: bool) -> _Pa
     arrays = {} if kind == "bare" else {FP32: writing.state(tensor, FP32, layout)}
     scalars: dict[str, OutputArray] = {}
     ranks = range(writing.target.tp)
-    holders = tuple(tp for tp in ranks if kind != "unfused" or writing.is_owned(name, tp))
+    has = {
+        "bare": writing.is_held,
+        "unfused": writing.is_owned,
+        "flat": lambda *_: True,  # the first parameter of a buffer speaks for all of it
+    }
+    holders = tuple(tp for tp in ranks if has[kind](name, tp))
     for state, entry in tensor.states.items():
         if state in {WEIGHT, FP32}:
             continue
@@ -288,7 +288,12 @@ class _Optimizer:
         listed: Sequence[str] = [*self._writing.members(group, self._tp)]
         trained = {*listed}
         if self._kind == "bare":
-            listed, trained = group.listed or group.names, {*group.names}
+            listed = [
+                name
+                for name in group.listed or group.names
+                if self._writing.is_held(name, self._tp)
+            ]
+            trained = {*group.names}
         for name in listed:
             own: dict[Value, Value] = {}
             if name in trained:

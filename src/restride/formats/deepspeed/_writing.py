@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.training import ModelRank, ParameterGroup, Training
     from restride.checkpoint.values import Value
-    from restride.formats.deepspeed._expert_target import PlacedExperts
+    from restride.formats.deepspeed._expert_target import Placed
     from restride.formats.deepspeed._spread import Spread
     from restride.formats.deepspeed._stage_place import StagePlace
     from restride.formats.deepspeed.target import DeepSpeedTarget
@@ -50,7 +50,7 @@ class Writing:
             rounded once.
         tensors: Tensors of the source by name.
         output: Files so far.
-        experts: Layers of experts that AutoEP made, where there are any.
+        experts: Layers of experts that expert-parallel ranks share, where there are any.
         stage: The stage of a pipeline that this is of; then ranks, groups and tensors are its own.
         findings: What the user should know; parts add to it.
     """
@@ -62,7 +62,7 @@ class Writing:
     weights: Mapping[str, Selected]
     tensors: Mapping[str, TensorEntry]
     output: TorchOutput
-    experts: PlacedExperts | None = None
+    experts: Placed | None = None
     stage: StagePlace | None = None
     findings: list[Finding] = field(default_factory=list)
 
@@ -114,7 +114,7 @@ class Writing:
         return self.layouts[name].shard_shape(cutter)
 
     def is_expert(self, name: str) -> bool:
-        """Whether a tensor is the experts of a layer, stacked."""
+        """Whether a tensor is of experts: those of a layer, stacked, or of one of them."""
         return self.experts is not None and name in self.experts.layouts
 
     def spread(self, name: str) -> Spread:
@@ -146,6 +146,10 @@ class Writing:
         """
         shapes = {name: self.shard_shape(name, cutter) for name in group.names}
         return {name: shape for name, shape in shapes.items() if prod(shape)}
+
+    def is_held(self, name: str, cutter: int) -> bool:
+        """Whether a rank has a tensor: all have, but for single experts."""
+        return not self.is_expert(name) or prod(self.shard_shape(name, cutter)) > 0
 
     def is_owned(self, name: str, tp: int) -> bool:
         """Whether the optimizer of a rank trains a parameter: not a frozen or an empty one."""

@@ -18,6 +18,8 @@ from restride.checkpoint.training import (
 from restride.checkpoint.values import OrderedDictValue, StoredTensor
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed import _model, _optimizer
+from restride.formats.deepspeed._expert_files import open_experts
+from restride.formats.deepspeed._expert_ranks import ExpertRanks
 from restride.formats.deepspeed._fields import Field, shown
 from restride.formats.deepspeed._run import joined_run, open_stages
 from restride.formats.deepspeed._settings import group_order, is_round_robin
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import Value
+    from restride.formats.deepspeed._expert_files import Expert
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._optimizer import Group, ZeroFile
     from restride.formats.deepspeed._run import Run
@@ -84,6 +87,7 @@ def read_training(catalog: Catalog, opened: TorchFiles | None = None) -> Trainin
     """
     runs = open_stages(Path(catalog.root), opened or TorchFiles())
     run = joined_run(runs)
+    experts = open_experts(run)[0] if run.folder.experts else {}
     whole = read_whole(run, find_experts(run))
     if whole is not None:
         return with_whole_optimizer(read_model_training(run, catalog), whole)
@@ -98,7 +102,7 @@ def read_training(catalog: Catalog, opened: TorchFiles | None = None) -> Trainin
         tuple(
             _without_arrays(group, catalog)
             for own in _first_file(stage)
-            for group in _groups(stage, own)
+            for group in _groups(stage, own, experts)
         )
         for stage in runs
     ]
@@ -173,7 +177,7 @@ def _dtype(catalog: Catalog, model: ModelFile) -> DType:
     return found or DTYPES["float32"]
 
 
-def _groups(run: Run, zero: ZeroFile) -> Iterator[ParameterGroup]:
+def _groups(run: Run, zero: ZeroFile, experts: Mapping[str, Expert]) -> Iterator[ParameterGroup]:
     # With elastic_checkpoint there are none, and the engine that resumes keeps its own.
     settings = [
         {key: entry for key, entry in _entries(group) if key != "params"}
@@ -181,7 +185,7 @@ def _groups(run: Run, zero: ZeroFile) -> Iterator[ParameterGroup]:
     ] or [{} for _ in zero.groups]
     # Ranks may hold nothing of a parameter, and have other sub-groups then.
     own = {file.tp: file for file in reversed(run.zeros.values())}
-    names = [_names(run, own[model.tp], model) for model in run.models if model.tp in own]
+    names = [_names(run, own[model.tp], model, experts) for model in run.models if model.tp in own]
     module = _order(run)
     parts: list[list[Group]] = [[] for _ in settings]
     for parent, flat in zip(zero.parents, zero.groups, strict=True):
@@ -210,9 +214,11 @@ def _without_arrays(group: ParameterGroup, catalog: Catalog) -> ParameterGroup:
     )
 
 
-def _names(run: Run, zero: ZeroFile, model: ModelFile) -> list[list[str]]:
+def _names(
+    run: Run, zero: ZeroFile, model: ModelFile, experts: Mapping[str, Expert]
+) -> list[list[str]]:
     """Members of each group on one tensor-parallel rank, in the order of the optimizer."""
-    config = zero.root.get("ds_config")
+    config, ranks = zero.root.get("ds_config"), ExpertRanks(run, experts)
     members: list[list[str]] = [[] for _ in zero.param_groups or zero.groups]
     for parent, flat, shapes in zip(
         zero.parents, zero.groups, model.param_shapes or (), strict=True
@@ -222,7 +228,7 @@ def _names(run: Run, zero: ZeroFile, model: ModelFile) -> list[list[str]]:
         is_dealt_out = not zero.is_partitioned and zero.stage is not None
         if is_dealt_out and is_round_robin(config):
             names = group_order(names, flat.partition_count or run.dp_size)
-        members[parent] += names
+        members[parent] += ranks.full_names(names)
     return members
 
 
