@@ -398,8 +398,10 @@ def test_groups_of_stages_are_told_by_their_settings_where_the_engine_left_some_
     require_same_states(tmp_path / "run", one)
     same = converted(tmp_path / "run", tmp_path / "same", dp=2)
     assert shapes_of(same) == shapes_of(tmp_path / "run")
-    (report,) = (api.convert(tmp_path / "run", tmp_path / "universal", to="universal"),)
-    assert not [finding for finding in report.findings if finding.severity == "error"]
+    report = api.convert(tmp_path / "run", tmp_path / "universal", to="universal")
+    (told,) = (finding for finding in report.findings if finding.kind == "stage-groups")
+    assert told.details == {"stages": [1, 2]}
+    assert "--to deepspeed writes each stage its own" in told.message
 
 
 def test_groups_whose_order_no_stage_says_are_not_put_together(tmp_path):

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["CutStages", "TargetStage", "cut_stages"]
 
 _MOST_SHOWN: Final = 16
+# The method takes the square of the layers times the stages; no pipeline comes near.
+_MOST_BALANCED: Final = 1024
+_LIGHT: Final = 2
 _Key = tuple[int, int, int]
 
 
@@ -257,8 +260,17 @@ class _Cutter:
                 remedy=f"give their number, as --pp-layers {method}:{known}",
             )
         compute = self._uniform if method == "uniform" else self._by_parameters
-        # Functions behind the last file are not known, and may move the cuts.
-        counts = [said] if said is not None else [*range(known, known + self._count + 1)]
+        if (said or known) > _MOST_BALANCED and method != "uniform":
+            raise UnsupportedError(
+                f"stages of {said or known} layers are not balanced by what the layers train",
+                where=self._where,
+                remedy="give the first layer of each stage, as --pp-layers 0,3,6",
+            )
+        # Functions behind the last file are not known, and may move the cuts. They train nothing:
+        # where there are more layers than stages, one or two of them balance as any others do.
+        is_short = method == "uniform" or known <= self._count
+        tried = range(known, known + (self._count + 1 if is_short else _LIGHT + 1))
+        counts = [said] if said is not None else [*tried]
         found = {count: compute(count) for count in counts}
         starts = found[counts[0]]
         if len({self._dealt(own) for own in found.values()}) > 1:

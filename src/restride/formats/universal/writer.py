@@ -64,6 +64,7 @@ _MUON: Final = (
 _CASTABLE: Final = frozenset({"float32", "bfloat16", "float16", "float64"})
 # What an engine of ZeRO-3 opens of every parameter (deepspeed 0.19.8 `runtime/zero/stage3.py`).
 _ADAM: Final = ("fp32", "exp_avg", "exp_avg_sq")
+_MOST_SHOWN: Final = 8
 
 
 def lay_out(
@@ -136,10 +137,29 @@ def lay_out(
     return writer.output.finish(tuple(writer.findings))
 
 
+def _lacking_stages(training: Training) -> Iterator[Finding]:
+    """Tell of stages of a pipeline that lack a group: an engine counts groups, by position.
+
+    deepspeed 0.19.8 `runtime/base_optimizer.py`, `load_hp_checkpoint_state_from_checkpoint_dir`.
+    """
+    stages = training.pipeline.stages if training.pipeline else ()
+    count = len(training.groups)
+    lacking = [number for number, stage in enumerate(stages) if len(stage.groups) < count]
+    if lacking:
+        shown = ", ".join(map(str, lacking[:_MOST_SHOWN]))
+        message = (
+            f"not every stage trains all {count} parameter groups (stages {shown} do not), and "
+            "engines that load a universal folder take settings by position: such stages would get "
+            "those of other groups; --to deepspeed writes each stage its own"
+        )
+        yield Finding("warning", "stage-groups", message, "", {"stages": lacking})
+
+
 def _findings(
     run: Run, catalog: Catalog, training: Training, *, is_partitioned: bool
 ) -> Iterator[Finding]:
     """Tell of what the folder does not have, and of what an engine does not take from it."""
+    yield from _lacking_stages(training)
     if not all(group.settings for group in training.groups):
         message = (
             "the checkpoint has no hyperparameters (elastic_checkpoint leaves them out): an engine "
