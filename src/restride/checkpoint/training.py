@@ -118,11 +118,16 @@ class Pipeline:
         stages: The stages of the source.
         names_ranks: Whether the files of layers name their tensor-parallel rank although there is
             only one.
+        is_described: Whether there are no files of layers, and only names tell of them, as in a
+            universal folder.
+        lost: Buffers that were in such files and are in none.
     """
 
     layers: tuple[PipelineLayer, ...]
     stages: tuple[PipelineStage, ...]
     names_ranks: bool = False
+    is_described: bool = False
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import OrderedDictValue
 from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._described_layers import completed_layers
 from restride.formats.deepspeed._pipeline_cut import cut_stages
 from restride.formats.deepspeed._settings import is_bf16
 from restride.formats.deepspeed._stage_place import StagePlace
@@ -34,6 +36,13 @@ if TYPE_CHECKING:
 __all__ = ["write_pipeline"]
 
 _GRADIENTS: Final = 2
+_DESCRIBED: Final = Finding(
+    "warning",
+    "described-layers",
+    "the files of layers are made of what the universal folder has: frozen weights of a folder of "
+    "DeepSpeed's own converter are not in it, and layers without parameters behind the last one "
+    "need their number, as --pp-layers uniform:9; the engine stops where it misses one",
+)
 
 
 def write_pipeline(writing: Writing, pipeline: Pipeline) -> list[int]:
@@ -52,6 +61,9 @@ def write_pipeline(writing: Writing, pipeline: Pipeline) -> list[int]:
     """
     _require_loaded(writing)
     target = writing.target
+    if pipeline.is_described:
+        pipeline = completed_layers(pipeline, target.cut, writing.catalog.root)
+        writing.findings.append(_DESCRIBED)
     cut = cut_stages(
         writing.training,
         pipeline,

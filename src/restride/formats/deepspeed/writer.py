@@ -142,21 +142,12 @@ def _require_cut(catalog: Catalog, training: Training, target: DeepSpeedTarget) 
 
 def _require_stages(catalog: Catalog, training: Training, target: DeepSpeedTarget) -> None:
     """Layers of a pipeline are no modules of a model, and a model has no stages."""
-    is_staged = "pp" in dict(catalog.mesh.axes)
     if training.pipeline is not None:
         if target.ep > 1:
             raise UnsupportedError(
                 f"is of a pipeline, which has no experts for ep={target.ep}", where=catalog.root
             )
         return
-    if is_staged:
-        raise UnsupportedError(
-            "is a universal folder of a pipeline, without the files of its layers: nothing says "
-            "which layers there are, and their buffers are lost",
-            where=catalog.root,
-            remedy="convert the sharded checkpoint that it was made of, or resume from the "
-            "universal folder itself: it fits pipelines of any stages",
-        )
     if target.pp > 1 or target.cut.is_said or target.cut.tied:
         raise UnsupportedError(
             "is of no pipeline, and has no layers that could be dealt out to stages",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from restride.checkpoint.training import ParameterGroup
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._described_layers import described_pipeline
 from restride.formats.deepspeed._optimizer import CONSUMED_KEYS
 from restride.formats.deepspeed.model_files import read_model_files
 from restride.formats.deepspeed.training import read_model_training
@@ -62,10 +63,14 @@ def read_training(catalog: Catalog, opened: TorchFiles | None = None) -> Trainin
         )
     state = read_optimizer_state(path, f"{below}zero/{OPTIMIZER_STATE}", opened)
     training = read_model_training(models.run, catalog)
+    groups = tuple(_groups(models, state, folder, opened))
+    is_staged = not models.has_modules and not models.is_partitioned
+    parameters = (tensor.name for tensor in catalog.tensors if tensor.kind == "parameter")
     return replace(
         training,
+        pipeline=described_pipeline(models.run, groups, parameters) if is_staged else None,
         tag=training.tag.removesuffix(_SUFFIX) or training.tag,
-        groups=tuple(_groups(models, state, folder, opened)),
+        groups=groups,
         optimizer={
             key: entry.value for key, entry in state.root.items() if key not in _NOT_OF_THE_WHOLE
         },
