@@ -251,3 +251,34 @@ def test_experts_in_another_order_than_the_model_stay_on_their_ranks():
     assert retold(training, 2, groups=groups) == list(groups)
     with pytest.raises(UnsupportedError, match="is not known; choose --ep 2"):
         retold(training, 1, groups=groups)
+
+
+# Universal folders.
+
+
+@pytest.mark.parametrize("name", ["bf16_z0", "residual_z1", "round_robin_z2"])
+def test_a_universal_folder_has_all_experts_and_leads_to_any_ranks(name, tmp_path):
+    api.convert(RECORDED / name, tmp_path / "folder", to="universal")
+    api.convert(tmp_path / "folder", tmp_path / "out", to="deepspeed", tp=1, dp=2, ep=2, zero=1)
+
+    assert same_states(RECORDED / name, tmp_path / "out")
+
+
+def test_a_universal_folder_is_for_an_engine_that_has_all_experts_on_every_rank(tmp_path):
+    report = api.convert(RECORDED / "residual_z1", tmp_path / "out", to="universal")
+
+    (finding,) = (finding for finding in report.findings if finding.kind == "own-moe")
+    assert finding.severity == "warning"
+    assert "convert with --to deepspeed --ep N" in finding.message
+    model = file_content(tmp_path / "out" / "step_universal" / "mp_rank_00_model_states.pt")
+    names = [name for _, group, *_ in model["param_shapes"][1] for name in group]
+    assert [name for name in names if name.endswith("up.bias") and "experts" in name] == [
+        f"{layer}.deepspeed_moe.experts.deepspeed_experts.{number}.up.bias"
+        for layer, count in zip(LAYERS, (2, 4), strict=True)
+        for number in range(count)
+    ]
+
+
+def test_there_is_no_universal_folder_of_them_for_zero_3(tmp_path):
+    with pytest.raises(UnsupportedError, match="does not train with ZeRO-3; choose --stage 1"):
+        api.convert(RECORDED / "residual_z1", tmp_path / "out", to="universal", stage=3)

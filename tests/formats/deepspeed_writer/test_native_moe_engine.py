@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from restride import api
+from restride.comparison import diff
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,3 +55,22 @@ def test_no_engine_trains_such_experts_with_zero_3(engine, tmp_path: Path) -> No
     """So nothing is converted for one."""
     with pytest.raises(AssertionError, match="Native DeepSpeed MoE is not supported with ZeRO"):
         engine(model="native_moe", world=1, ep=1, zero=3, steps=1, save=tmp_path / "out")
+
+
+def test_an_engine_with_all_experts_on_every_rank_resumes_from_a_universal_folder(
+    engine, tmp_path: Path
+) -> None:
+    """One with fewer takes the first ones for its own, which the conversion warns of."""
+    model = {"model": "native_moe", "zero": 1}
+    engine(**model, world=2, ep=2, steps=1, save=tmp_path / "source")
+    api.convert(tmp_path / "source", tmp_path / "folder", to="universal")
+    tag = (tmp_path / "folder" / "latest_universal").read_text()
+    (tmp_path / "folder" / "latest").write_text(tag)
+
+    job = {**model, "world": 2, "universal": True, "load": tmp_path / "folder", "skip": 1}
+    (right,) = engine(**job, ep=1, steps=1, resave=tmp_path / "again")
+    (wrong,) = engine(**job, ep=2, steps=1)
+
+    report = diff(tmp_path / "source", tmp_path / "again")
+    assert report.verdict == "same"
+    assert float.fromhex(wrong) != pytest.approx(float.fromhex(right), rel=1e-4)

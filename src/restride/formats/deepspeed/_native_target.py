@@ -18,6 +18,7 @@ from restride.formats.deepspeed._expert_groups import MOST_GROUP_NUMEL, joined_g
 from restride.formats.deepspeed._native_experts import expert_name, held_by
 from restride.formats.deepspeed._spread import spread_experts
 from restride.formats.deepspeed.expert_settings import any_of, is_data_first, native_rank_count
+from restride.formats.deepspeed.target import DeepSpeedTarget
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
     from restride.checkpoint.training import ParameterGroup, Training
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._spread import Spread
-    from restride.formats.deepspeed.target import DeepSpeedTarget
 
-__all__ = ["NativeLayer", "PlacedNative", "place_native"]
+__all__ = ["NativeLayer", "PlacedNative", "on_one_rank", "place_native"]
 
 _PARTITIONED_WEIGHTS: Final = 3
 _GRADIENTS: Final = 2
@@ -228,6 +228,20 @@ def place_native(
     before = _ranks_before(training, layers, catalog.root)
     spread = spread_experts(target, is_data_first=is_data_first(training))
     return PlacedNative(layers, layouts, before, spread, target, {})
+
+
+def on_one_rank(catalog: Catalog, training: Training) -> Training | None:
+    """The training of an engine in which every rank has all experts of DeepSpeed's own layers.
+
+    Returns:
+        None where there are no such layers.
+
+    Raises:
+        CorruptError: Experts of a layer are missing.
+        UnsupportedError: Nothing says in which order such an engine has them.
+    """
+    placed = place_native(catalog, training, DeepSpeedTarget(tp=1, dp=1, zero=1))
+    return None if placed is None else placed.retold(training)
 
 
 def _require_possible(catalog: Catalog, target: DeepSpeedTarget) -> None:

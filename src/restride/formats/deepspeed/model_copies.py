@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from restride.checkpoint.selection import select_weights
 from restride.checkpoint.values import OrderedDictValue, SizeValue, StoredTensor
 from restride.formats.deepspeed._expert_ranks import ExpertRanks
+from restride.formats.deepspeed._native_experts import expert_name
 from restride.formats.deepspeed._settings import is_round_robin, round_robin_order
 from restride.storage.torch_output import FileDraft
 
@@ -60,6 +61,8 @@ class ModelCopies:
         catalog: What the checkpoint holds.
         training: What goes with its tensors.
         experts: Stacked parameters of mixture-of-experts layers, by name.
+        has_native: Whether there are experts of DeepSpeed's own layers; the files then speak of all
+            of them, as if one rank had them.
     """
 
     def __init__(
@@ -68,11 +71,14 @@ class ModelCopies:
         catalog: Catalog,
         training: Training,
         experts: Mapping[str, ExpertParameter],
+        *,
+        has_native: bool = False,
     ) -> None:
         self._run = run
         self._catalog = catalog
         self._training = training
         self._experts = experts
+        self._has_native = has_native
         self._owned = {name for group in training.groups for name in group.names}
 
     def write(self, output: TorchOutput, top: str, *, is_partitioned: bool) -> None:
@@ -122,7 +128,7 @@ class ModelCopies:
         told = self._told(model, is_partitioned=self._run.is_partitioned)
         if self._run.is_of_pipeline and model.root.get("param_shapes") is None:
             output.add(FileDraft(name), _named(model))
-        elif model.optimizer is not None:
+        elif model.optimizer is not None or self._has_native:
             output.add(FileDraft(name), self._entries(model, is_partitioned=False))
         elif told is None or (stored is not None and stored.value == told):
             output.copy_file(name, str(self._run.root / model.name))
@@ -225,6 +231,8 @@ class ModelCopies:
 
     def _shard_shape(self, tensor: TensorEntry, tp: int) -> Shape:
         """Of experts, the file speaks for the first expert-parallel rank."""
+        if self._has_native and expert_name(tensor.name):
+            return tensor.layout.full_shape
         return tensor.layout.shard_shape(0 if tensor.name in self._experts else tp)
 
     def _is_owned(self, tensor: TensorEntry, tp: int) -> bool:

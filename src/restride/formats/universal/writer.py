@@ -24,6 +24,8 @@ from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.selection import Selected
 from restride.checkpoint.soundness import require_sound
 from restride.errors import UnsupportedError
+from restride.formats.deepspeed._native_experts import expert_name
+from restride.formats.deepspeed._native_target import on_one_rank
 from restride.formats.deepspeed._run import open_run
 from restride.formats.deepspeed._write_findings import rank_findings
 from restride.formats.deepspeed._writing import keyed
@@ -107,6 +109,10 @@ def lay_out(
             where=str(root),
             remedy="choose --stage 1",
         )
+    native = on_one_rank(catalog, training)
+    if native is not None:
+        _require_stage_of_experts(catalog, is_partitioned=is_partitioned)
+        training = native
     companions = read_companions(run, catalog, training)
     source = read_source_state(run, opened, is_universal=is_universal)
     if run.is_partitioned != is_partitioned:
@@ -130,7 +136,9 @@ def lay_out(
                 f"in {OPTIMIZER_STATE}, for a conversion with --to deepspeed"
             )
             writer.findings.append(Finding("warning", "not-loaded", message))
-    copies = ModelCopies(run, catalog, training, companions.experts)
+    if native is not None:
+        writer.findings.extend(_of_experts(catalog))
+    copies = ModelCopies(run, catalog, training, companions.experts, has_native=native is not None)
     copies.write(writer.output, top, is_partitioned=is_partitioned)
     writer.findings.extend(_findings(run, catalog, training, is_partitioned=is_partitioned))
     writer.output.add_file(LATEST, top.encode())
@@ -172,6 +180,32 @@ def _findings(
         yield Finding("warning", "not-loaded", _MUON)
     if run.is_of_pipeline:
         yield from _lost_buffers(catalog)
+
+
+def _require_stage_of_experts(catalog: Catalog, *, is_partitioned: bool) -> None:
+    if is_partitioned:
+        raise UnsupportedError(
+            "has experts of DeepSpeed's own MoE layer, which DeepSpeed does not train with ZeRO-3",
+            where=catalog.root,
+            remedy="choose --stage 1",
+        )
+
+
+def _of_experts(catalog: Catalog) -> Iterator[Finding]:
+    """Tell of what an engine makes of a folder with experts of DeepSpeed's own layers."""
+    message = (
+        "experts have the numbers that they have among all: a model whose layers have ep_size=1 "
+        "resumes from this folder, and one with more gives every rank the experts of the first, "
+        "without a word (seen with deepspeed 0.19.8); for that, convert with --to deepspeed --ep N"
+    )
+    yield Finding("warning", "own-moe", message)
+    names = [t.name for t in catalog.tensors if t.kind == "buffer" and expert_name(t.name)]
+    if names:
+        message = (
+            f"a universal folder has no place for the {len(names)} buffers of experts, such as "
+            f"{names[0]!r}: an engine that loads it keeps those that the model starts with"
+        )
+        yield Finding("warning", "not-carried", message, details={"names": names})
 
 
 def _lost_buffers(catalog: Catalog) -> Iterator[Finding]:
