@@ -383,6 +383,19 @@ def test_stages_are_balanced_by_what_the_layers_train(tmp_path):
     assert shapes_of(out) == [[[f"{n}.weight" for n in (0, 1, 2, 3)]], [["5.weight", "6.weight"]]]
 
 
+def test_weights_that_are_frozen_may_or_may_not_count(tmp_path):
+    """A module counts when it is made, and a script may freeze what it has then."""
+    write_pipeline(tmp_path / "run", [blocks(0, 1, 2, 3)])
+    frozen = Array("float32", (50,), bytes(200))
+    edit_file(tmp_path / "run" / "step" / "layer_00-model_states.pt", lambda r: r.update(x=frozen))
+
+    refused(tmp_path / "run", tmp_path / "out", "some weights are frozen, and the stages", pp=2)
+    out = converted(tmp_path / "run", tmp_path / "out", pp=2, pp_layers="uniform:4")
+    assert shapes_of(out) == [[["0.weight", "1.weight"]], [["2.weight", "3.weight"]]]
+    layer: Any = open_torch_zip(out / "step" / "layer_00-model_states.pt").value
+    assert [*layer] == ["weight", "x"]
+
+
 def test_parameters_in_another_order_than_that_of_the_module_stay_where_they_are(tmp_path):
     """A script may sort them. On the same stages their order is known, and on others it is not."""
     named = {f"{n}.weight": whole((n + 2, 3), 1000 * (n + 1)) for n in (1, 0)}

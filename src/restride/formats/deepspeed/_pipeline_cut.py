@@ -23,10 +23,10 @@ from restride.formats.deepspeed._stage_groups import require_one_order
 from restride.formats.deepspeed._stage_layers import TIED, KnownLayers, tied_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from restride.checkpoint.training import ParameterGroup, Pipeline, PipelineLayer, Training
-    from restride.formats.deepspeed.stage_cut import StageCut
+    from restride.formats.deepspeed.stage_cut import PartitionMethod, StageCut
 
 __all__ = ["CutStages", "TargetStage", "cut_stages"]
 
@@ -34,6 +34,7 @@ _MOST_SHOWN: Final = 16
 # The method takes the square of the layers times the stages; no pipeline comes near.
 _MOST_BALANCED: Final = 1024
 _LIGHT: Final = 2
+_BY_HAND: Final = "give the first layer of each stage, as --pp-layers 0,3,6"
 _Key = tuple[int, int, int]
 
 
@@ -79,7 +80,8 @@ def cut_stages(
         pipeline: Its layers and stages.
         cut: What the user says.
         count: Stages of the target.
-        numels: Elements of a parameter on each tensor-parallel rank of the target.
+        numels: Elements of a parameter on each tensor-parallel rank of the target; nothing of what
+            is no parameter.
         where: The checkpoint, for errors.
 
     Raises:
@@ -250,29 +252,14 @@ class _Cutter:
             return starts, "as said"
         if self._count == 1:
             return (0,), "all of them"
-        method = self._cut.method or "parameters"
-        said = self._cut.layer_count
-        known = self._known.count
-        if said is not None and said < known:
-            raise UnsupportedError(
-                f"the pipeline has at least {known} layers, {said} are said",
-                where=self._where,
-                remedy=f"give their number, as --pp-layers {method}:{known}",
-            )
+        return self._computed(self._cut.method or "parameters")
+
+    def _computed(self, method: PartitionMethod) -> tuple[tuple[int, ...], str]:
+        """The stages of a method, where the layers that are not known do not change them."""
+        counts = self._counts(method)
         compute = self._uniform if method == "uniform" else self._by_parameters
-        if (said or known) > _MOST_BALANCED and method != "uniform":
-            raise UnsupportedError(
-                f"stages of {said or known} layers are not balanced by what the layers train",
-                where=self._where,
-                remedy="give the first layer of each stage, as --pp-layers 0,3,6",
-            )
-        # Functions behind the last file are not known, and may move the cuts. They train nothing:
-        # where there are more layers than stages, one or two of them balance as any others do.
-        is_short = method == "uniform" or known <= self._count
-        tried = range(known, known + (self._count + 1 if is_short else _LIGHT + 1))
-        counts = [said] if said is not None else [*tried]
         found = {count: compute(count) for count in counts}
-        starts = found[counts[0]]
+        starts, known = found[counts[0]], self._known.count
         if len({self._dealt(own) for own in found.values()}) > 1:
             raise UnsupportedError(
                 f"the method {method!r} has other stages for {counts[0]} layers than for "
@@ -284,6 +271,28 @@ class _Cutter:
             )
         return starts, f"partition_method {method!r} of {counts[0]} layers"
 
+    def _counts(self, method: PartitionMethod) -> Sequence[int]:
+        """How many layers there may be: those that are known, and functions behind them."""
+        said, known = self._cut.layer_count, self._known.count
+        if said is not None and said < known:
+            raise UnsupportedError(
+                f"the pipeline has at least {known} layers, {said} are said",
+                where=self._where,
+                remedy=f"give their number, as --pp-layers {method}:{known}",
+            )
+        if (said or known) > _MOST_BALANCED and method != "uniform":
+            raise UnsupportedError(
+                f"stages of {said or known} layers are not balanced by what the layers train",
+                where=self._where,
+                remedy=_BY_HAND,
+            )
+        if said is not None:
+            return (said,)
+        # Functions train nothing: where there are more layers than stages, one or two of them
+        # balance as any number does.
+        is_short = method == "uniform" or known <= self._count
+        return range(known, known + (self._count + 1 if is_short else _LIGHT + 1))
+
     def _dealt(self, starts: Sequence[int]) -> tuple[int, ...]:
         """The stage of each layer that is known."""
         return tuple(_stage_of(starts, number) for number in range(self._known.count))
@@ -292,38 +301,45 @@ class _Cutter:
         return uniform_starts(count, self._count)
 
     def _by_parameters(self, count: int) -> tuple[int, ...]:
-        """Balance what the layers train, as each tensor-parallel rank does for itself."""
+        """Balance what the layers train, as each tensor-parallel rank does for itself.
+
+        A module counts when it is made. What was frozen after that counts as well, and a checkpoint
+        does not tell it from what was frozen before.
+        """
         for prefix in self._known.untold:
             raise self._known.untold_error(prefix)
-        tied = {
-            number: prefix for prefix in self._known.tied for number in self._known.uses(prefix)
-        }
-        prefixes = {layer.number: layer.prefix for layer in self._pipeline.layers} | tied
-        members: dict[str, list[str]] = {}
-        for layer in self._pipeline.layers:
-            members.setdefault(layer.prefix, [n for n in layer.names if n in self._trained])
-        numels = {
-            prefix: [self._numels(name) for name in names] for prefix, names in members.items()
-        }
-        ranks = len(self._numels(next(iter(self._trained))))
+        every = {name for layer in self._pipeline.layers for name in layer.names}
+        parameters = {name for name in every if self._numels(name)}
+        ranks = range(len(self._numels(next(iter(self._trained)))))
         found = {
-            balanced_starts(
-                [
-                    sum(numel[rank] for numel in numels.get(prefixes.get(number, ""), ()))
-                    for number in range(count)
-                ],
-                self._count,
-            )
-            for rank in range(ranks)
+            balanced_starts(self._weights(count, names, rank), self._count): (rank, len(names))
+            for names in (self._trained, parameters)
+            for rank in ranks
         }
         if len(found) > 1:
-            raise UnsupportedError(
-                "the tensor-parallel ranks hold shards of different sizes, and would each balance "
-                "the stages otherwise",
-                where=self._where,
-                remedy="give the first layer of each stage, as --pp-layers 0,3,6",
+            is_frozen = len({names for _, names in found.values()}) > 1
+            why = (
+                "some weights are frozen, and the stages depend on whether they were so when the "
+                "module was made"
+                if is_frozen
+                else "the tensor-parallel ranks hold shards of different sizes, and would each "
+                "balance the stages otherwise"
             )
-        return found.pop()
+            raise UnsupportedError(why, where=self._where, remedy=_BY_HAND)
+        return next(iter(found))
+
+    def _weights(self, count: int, names: Collection[str], rank: int) -> list[int]:
+        """Elements of these parameters in each layer, on one tensor-parallel rank."""
+        numels: dict[str, int] = {}
+        prefixes: dict[int, str] = {}
+        for layer in self._pipeline.layers:
+            prefixes[layer.number] = layer.prefix
+            if layer.prefix not in numels:
+                own = [name for name in layer.names if name in names]
+                numels[layer.prefix] = sum(self._numels(name)[rank] for name in own)
+        for prefix in self._known.tied:
+            prefixes |= dict.fromkeys(self._known.uses(prefix), prefix)
+        return [numels.get(prefixes.get(number, ""), 0) for number in range(count)]
 
 
 def _stage_of(starts: Sequence[int], layer: int) -> int:

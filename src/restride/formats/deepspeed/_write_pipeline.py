@@ -12,6 +12,7 @@ stages before. An engine finds layers by their numbers and everything else by it
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
@@ -69,7 +70,7 @@ def write_pipeline(writing: Writing, pipeline: Pipeline) -> list[int]:
         pipeline,
         target.cut,
         target.pp,
-        lambda name: [writing.layouts[name].shard_numel(tp) for tp in range(target.tp)],
+        partial(_numels, writing),
         writing.catalog.root,
     )
     sources = len(pipeline.stages)
@@ -88,6 +89,14 @@ def write_pipeline(writing: Writing, pipeline: Pipeline) -> list[int]:
         for stage in cut.stages
         for tp in range(target.tp)
     ]
+
+
+def _numels(writing: Writing, name: str) -> list[int]:
+    """Elements of a parameter on each tensor-parallel rank; nothing of what is none."""
+    tensor = writing.tensors.get(name)
+    if tensor is None or tensor.kind != "parameter":
+        return []
+    return [writing.layouts[name].shard_numel(tp) for tp in range(writing.target.tp)]
 
 
 def _require_loaded(writing: Writing) -> None:
