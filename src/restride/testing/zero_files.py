@@ -58,6 +58,8 @@ class ZeroRun:
         has_mappings: Whether the fragments are written; old versions do not.
         extra: More entries of the model files.
         settings: Of every parameter group.
+        is_muon: Whether Muon updates all parameters: it sorts them by size, and keeps a state
+            ``momentum_buffer`` of each whole on the ranks with a part of it.
     """
 
     dp: int
@@ -69,6 +71,7 @@ class ZeroRun:
     has_mappings: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=lambda: {"lr": 0.5})
+    is_muon: bool = False
 
 
 def write_zero_run(folder: Path, run: ZeroRun) -> None:
@@ -105,10 +108,18 @@ def _groups(run: ZeroRun, tp: int) -> list[list[str]]:
             for name, parameter in run.parameters.items()
             if parameter.group == number and shard_of(run, name, "weight", tp).size
         ]
+        names = _by_size(run, names, tp)
         if run.is_round_robin:
             names = [name for first in range(run.dp) for name in names[first :: run.dp]]
         groups.append(names)
     return groups
+
+
+def _by_size(run: ZeroRun, names: list[str], tp: int) -> list[str]:
+    """As Muon sorts: the largest first, and what is of one shape as it was."""
+    if not run.is_muon:
+        return names
+    return sorted(names, key=lambda name: shard_of(run, name, "weight", tp).shape, reverse=True)
 
 
 def _flat(run: ZeroRun, names: list[str], state: str, tp: int) -> tuple[NDArray[Any], list[int]]:
@@ -125,11 +136,23 @@ def _flat(run: ZeroRun, names: list[str], state: str, tp: int) -> tuple[NDArray[
     return np.concatenate(parts).astype(np.float32), paddings
 
 
+def _momentum(
+    run: ZeroRun, names: list[str], paddings: list[int], width: int, dp: int, tp: int
+) -> dict[Any, Any]:
+    """All of every parameter with an element in the partition, end to end; or nothing."""
+    owners: list[str | None] = []
+    for name, padding in zip(names, paddings, strict=True):
+        owners += [name] * shard_of(run, name, "weight", tp).size + [None] * padding
+    held = [name for name in dict.fromkeys(owners[dp * width : (dp + 1) * width]) if name]
+    parts = [shard_of(run, name, "momentum_buffer", tp).ravel() for name in held]
+    return {"momentum_buffer": stored(np.concatenate(parts))} if parts else {}
+
+
 def _mapping(
     run: ZeroRun, names: list[str], paddings: list[int], width: int, dp: int, tp: int
 ) -> Any:
     if run.is_round_robin and not any(paddings):  # the fault of DeepSpeed
-        names = [name for name in run.parameters if name in names]
+        names = _by_size(run, [name for name in run.parameters if name in names], tp)
     mapping = OrderedDictValue()
     start = 0
     for name, padding in zip(names, paddings, strict=True):
@@ -160,13 +183,16 @@ def _zero_file(run: ZeroRun, dp: int, tp: int, groups: list[list[str]]) -> Any:
         entry: dict[Any, Any] = {"step": Array("float32", (), np.float32(2).tobytes())}
         for key in states:
             entry[key] = stored(_flat(run, names, key, tp)[0][dp * width :][:kept])
-        own.append(entry)
+        own.append(_momentum(run, names, after, width, dp, tp) if run.is_muon else entry)
         paddings.append(booked)
         alignments.append(after)
         mappings.append(_mapping(run, names, after, width, dp, tp))
-    hyper = [{**run.settings, "params": [number]} for number in range(len(groups))]
+    uses = {"use_muon": True} if run.is_muon else {}
+    hyper = [{**run.settings, **uses, "params": [number]} for number in range(len(groups))]
     state["base_optimizer_state"] = (
-        own if run.writer == "elastic" else {"state": dict(enumerate(own)), "param_groups": hyper}
+        own
+        if run.writer == "elastic"
+        else {"state": {n: entry for n, entry in enumerate(own) if entry}, "param_groups": hyper}
     )
     state["single_partition_of_fp32_groups"] = masters
     state["group_paddings"] = paddings

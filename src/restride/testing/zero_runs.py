@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from restride.testing.zero_files import Writer
 
-__all__ = ["distinct", "zero_runs"]
+__all__ = ["distinct", "muon_runs", "zero_runs"]
 
 _STATES = ("weight", "fp32", "exp_avg", "exp_avg_sq")
 
@@ -69,6 +70,26 @@ def zero_runs(
         is_round_robin=not is_plain and draw(st.booleans()),
         has_mappings=draw(st.integers(0, 4)) > 0,
     )
+
+
+@st.composite
+def muon_runs(draw: DrawFn) -> ZeroRun:
+    """Runs of one group that Muon updates; tensor-parallel ranks cut it evenly."""
+    run = draw(zero_runs(writers=("zero",)))
+    parameters = {}
+    for number, (name, parameter) in enumerate(run.parameters.items()):
+        shape, cut = parameter.shape, parameter.cut
+        if cut is not None:
+            dim, widths = cut
+            width = max(widths)
+            shape = (*shape[:dim], width * run.tp, *shape[dim + 1 :])
+            cut = (dim, (width,) * run.tp)
+        states = {
+            state: distinct(shape, 10_000 * number + 3000 * place)
+            for place, state in enumerate(("weight", "fp32", "momentum_buffer"))
+        }
+        parameters[name] = Parameter(shape, states, cut)
+    return replace(run, parameters=parameters, is_muon=True)
 
 
 @st.composite

@@ -21,7 +21,7 @@ from restride.storage.torch_zip import open_torch_zip
 from restride.testing.contents import content_of
 from restride.testing.exporting import write_export
 from restride.testing.zero_files import write_zero_run
-from restride.testing.zero_runs import zero_runs
+from restride.testing.zero_runs import muon_runs, zero_runs
 
 ALIGNED = 4  # DeepSpeed aligns to 16 bytes, and the drawn weights are of 4
 
@@ -70,8 +70,8 @@ def _compared(path, run, zero):
     return content_of(state)
 
 
-@given(zero_runs(writers=("zero", "bf16_optimizer")), st.data())
-@settings(max_examples=40, phases=(Phase.explicit, Phase.generate))  # shrinking takes minutes
+@given(zero_runs(writers=("zero", "bf16_optimizer")) | muon_runs(), st.data())
+@settings(max_examples=60, phases=(Phase.explicit, Phase.generate))  # shrinking takes minutes
 def test_files_are_those_that_the_ranks_of_the_target_would_have_written(run, data):
     tp = data.draw(st.sampled_from([1, run.tp]), "tp")
     target = DeepSpeedTarget(tp, data.draw(st.integers(1, 4), "dp"), data.draw(st.integers(1, 2)))

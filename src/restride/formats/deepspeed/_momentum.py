@@ -8,7 +8,8 @@ Parameters of 5 and 4 elements on two ranks, in partitions of 5::
     partition 0  a a a a a b     momentum  a a a a a b b b b
     partition 1  b b b . . .               b b b b
 
-With the optimizer on the CPU, and under ZeRO-3, the momentum is cut like everything else.
+A partition with no element of a parameter has no momentum. With the optimizer on the CPU, under
+ZeRO-3, and in BF16_Optimizer, the momentum is cut like everything else.
 """
 
 from __future__ import annotations
@@ -16,26 +17,37 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from restride.algebra.layout import Layout
+from restride.algebra.mesh import Mesh
+from restride.algebra.piece import Piece
 from restride.checkpoint.values import StoredTensor
 from restride.formats.deepspeed._flat import Fragment
+from restride.formats.deepspeed._settings import is_offloaded, uses_bf16_optimizer
+from restride.layouts.lifting import axes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from restride.checkpoint.training import ParameterGroup
+    from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._flat import Slot
     from restride.formats.deepspeed._optimizer import Group, ZeroFile
 
 __all__ = [
     "Taken",
+    "copies_layout",
     "is_muon",
     "may_be_cut",
     "may_be_whole",
+    "states_kept_whole",
     "take_momentum",
+    "trains_by_muon",
     "whole_fragments",
 ]
 
 _MOMENTUM: Final = "momentum_buffer"
 _USES_MUON: Final = "use_muon"
+_FLAT_STAGES: Final = (1, 2)
 _Entry = TypeVar("_Entry")
 
 
@@ -69,7 +81,7 @@ def may_be_whole(groups: Mapping[int, Group], slots: Sequence[Slot], width: int)
         width: Elements of a partition.
     """
     return all(
-        tensor is not None and tensor.shape == (_held_numel(slots, width, partition),)
+        (tensor.shape[0] if tensor is not None else 0) == _held_numel(slots, width, partition)
         for partition, tensor in ((n, _stored(group)) for n, group in groups.items())
     )
 
@@ -80,7 +92,10 @@ def may_be_cut(groups: Mapping[int, Group], slots: Sequence[Slot], width: int) -
     With the files of all ranks it cannot: no buffer is as long as its partition and whole, unless
     no parameter is cut, and then both are the same.
     """
-    return all(_MOMENTUM in group.arrays for group in groups.values()) and any(
+    return all(
+        _MOMENTUM in group.arrays or not _held_numel(slots, width, partition)
+        for partition, group in groups.items()
+    ) and any(
         slot.start // width != (slot.start + slot.numel - 1) // width
         for partition in groups
         for slot in _held(slots, width, partition)
@@ -111,6 +126,41 @@ def whole_fragments(slot: Slot, slots: Sequence[Slot], width: int) -> Iterator[F
             other.numel for other in _held(slots, width, partition) if other.start < slot.start
         )
         yield Fragment(partition, 0, sum(before), slot.numel)
+
+
+def trains_by_muon(group: ParameterGroup) -> bool:
+    """Whether Muon updates the parameters of a group that is written."""
+    return group.settings.get(_USES_MUON) is True
+
+
+def states_kept_whole(group: ParameterGroup, config: Field | None, zero: int) -> frozenset[str]:
+    """Name the states of a group that an engine with this configuration does not cut.
+
+    Args:
+        group: The group.
+        config: ``ds_config`` of the engine, where it is known.
+        zero: Its ZeRO stage.
+    """
+    is_cut = zero not in _FLAT_STAGES or is_offloaded(config) or uses_bf16_optimizer(config, zero)
+    return frozenset({_MOMENTUM}) if trains_by_muon(group) and not is_cut else frozenset()
+
+
+def copies_layout(numel: int, holders: range, count: int) -> Layout:
+    """Lay a whole parameter out over the partitions of its buffer.
+
+    Args:
+        numel: Elements of the parameter.
+        holders: The partitions with a part of it.
+        count: Number of partitions.
+
+    Examples:
+        >>> copies = copies_layout(4, range(1, 3), 4)
+        >>> [copies.shard_numel(partition) for partition in range(4)]
+        [0, 4, 4, 0]
+    """
+    piece = Piece(axes_of((len(holders), 0, 1, 0), (numel, 1, 0, 1)), 0, holders.start)
+    shapes = [(numel if partition in holders else 0,) for partition in range(count)]
+    return Layout.of(Mesh((("dp", count),)), (numel,), shapes, [piece])
 
 
 def _stored(group: Group) -> StoredTensor | None:

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Final, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from restride.checkpoint.values import Value
     from restride.formats.deepspeed._fields import Field
 
 __all__ = [
     "group_order",
     "is_bf16",
     "is_enabled",
+    "is_offloaded",
     "is_round_robin",
+    "optimizer_type",
     "parameter_alignment",
     "round_robin_order",
     "uses_bf16_optimizer",
@@ -69,9 +72,12 @@ def uses_bf16_optimizer(config: Field | None, zero: int) -> bool:
     spelled = gradients.value if gradients is not None else None
     if not isinstance(spelled, str) or spelled not in _FLOAT32:
         return False
-    offload = zero_setting(config, "offload_optimizer")
-    device = offload.get("device") if offload is not None and offload.is_mapping else None
-    return device is None or device.value != "cpu"
+    return _offload_device(config) != "cpu"
+
+
+def is_offloaded(config: Field | None) -> bool:
+    """Whether the optimizer of ZeRO-1/2 works on the CPU, away from the weights."""
+    return _offload_device(config) not in {None, "none"}
 
 
 def is_enabled(setting: Field | None) -> bool:
@@ -80,6 +86,19 @@ def is_enabled(setting: Field | None) -> bool:
         return False
     value = setting.value
     return value.lower() in _TRUE if isinstance(value, str) else value in (True, 1)
+
+
+def optimizer_type(config: Field | None) -> str | None:
+    """Class of the optimizer that the configuration asks for; None where a script makes it."""
+    section = config.get("optimizer") if config is not None and config.is_mapping else None
+    name = section.get("type") if section is not None and section.is_mapping else None
+    return name.value.lower() if name is not None and isinstance(name.value, str) else None
+
+
+def _offload_device(config: Field | None) -> Value:
+    offload = zero_setting(config, "offload_optimizer")
+    device = offload.get("device") if offload is not None and offload.is_mapping else None
+    return None if device is None else device.value
 
 
 def round_robin_order(members: Sequence[_T], count: int) -> list[_T]:

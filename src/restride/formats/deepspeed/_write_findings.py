@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from restride.checkpoint.catalog import Finding
 from restride.errors import RestrideError
 from restride.formats.deepspeed._fields import Field, shown
+from restride.formats.deepspeed._momentum import states_kept_whole, trains_by_muon
 from restride.formats.deepspeed._native_target import PlacedNative
 from restride.formats.deepspeed._settings import zero_setting
 from restride.formats.deepspeed._values import JsonWriter
@@ -51,7 +52,40 @@ def findings_of(writing: Writing, chosen: Sequence[int] | None = None) -> Iterat
             f"{writing.target.dp} data-parallel ranks, and the engine that resumes must have it on"
         )
         yield Finding("note", "round-robin", message)
+    yield from _muon(writing)
     yield from _ranks(writing) if chosen is None else _stage_ranks(writing, chosen)
+
+
+def _muon(writing: Writing) -> Iterator[Finding]:
+    """What the engine must not be configured otherwise for: it would not notice."""
+    groups = [group for group in writing.training.groups if trains_by_muon(group)]
+    zero = writing.target.zero
+    if not groups or not zero:
+        return
+    if zero == _PARTITIONED_WEIGHTS:
+        message = (
+            "the parameters that Muon updates are written in the order of their sizes, which an "
+            "engine has unless its model was made under deepspeed.zero.Init"
+        )
+        if any(list(g.names) != _in_model_order(writing, g.names) for g in groups):
+            yield Finding("note", "muon-order", message)
+    elif any(states_kept_whole(group, writing.config, zero) for group in groups):
+        message = (
+            "Muon's momentum is written whole on every rank that has a part of the parameter: "
+            "resume without offload_optimizer, and without BF16_Optimizer"
+        )
+        yield Finding("note", "muon-momentum", message)
+    else:
+        message = (
+            "Muon's momentum is written cut like the weights, as ds_config in the files says "
+            "offload_optimizer or asks for BF16_Optimizer: resume with the same"
+        )
+        yield Finding("note", "muon-momentum", message)
+
+
+def _in_model_order(writing: Writing, names: Sequence[str]) -> list[str]:
+    members = {*names}
+    return [name for name in writing.training.order if name in members]
 
 
 def _stage_ranks(writing: Writing, chosen: Sequence[int]) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from restride.algebra.layout import Layout
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.values import Constructed, GlobalName
 from restride.errors import UnsupportedError
+from restride.formats.deepspeed._momentum import copies_layout, states_kept_whole
 from restride.formats.deepspeed._settings import parameter_alignment
 from restride.formats.deepspeed._write_groups import (
     group_states,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from restride.algebra.layout import Shape
+    from restride.checkpoint.dtypes import DType
     from restride.checkpoint.training import ParameterGroup
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._writing import Writing
@@ -110,6 +112,7 @@ class _FlatGroupWriter:
         self._known: dict[tuple[int, ...], FlatGroup] = {}
         self._chained: dict[tuple[Layout, tuple[Layout, ...]], Layout] = {}  # layers are cut alike
         self._names = states_of(writing, number, group)
+        self._whole = states_kept_whole(group, writing.config, writing.target.zero)
         itemsize = writing.weights[group.names[0]].dtype.itemsize_nbytes if group.names else 1
         is_aligned = writing.is_lean
         self._alignment = parameter_alignment(writing.config, itemsize) if is_aligned else 1
@@ -128,7 +131,10 @@ class _FlatGroupWriter:
             for state, array in self._scalars.items()
         }
         for state in self._names:
-            if state != FP32:
+            if state in self._whole:
+                if self._held(rank):
+                    made[optimizer_key(state)] = self._copies(draft, state, rank)
+            elif state != FP32:
                 made[optimizer_key(state)] = self._partition(draft, state, rank, padded=True)
         return {**made, **keyed(self._group.numbers)}
 
@@ -198,29 +204,66 @@ class _FlatGroupWriter:
 
     def _announce(self, name: str) -> dict[str, OutputArray]:
         """Announce all states of a parameter, over the ranks ``dp, tp``."""
-        writing = self._writing
-        whole = writing.layouts[name]
-        inner = tuple(self._cut(name, cutter) for cutter in range(self.spread.cutters))
+        tensor = self._writing.tensors[name]
+        return {
+            state: self._writing.state(
+                tensor, state, self._layout(name, is_whole=state in self._whole)
+            )
+            for state in self._names
+        }
+
+    def _layout(self, name: str, *, is_whole: bool) -> Layout:
+        """How the ranks ``dp, tp`` hold a state of a parameter."""
+        whole = self._writing.layouts[name]
+        inner = tuple(
+            self._cut(name, cutter, is_whole=is_whole) for cutter in range(self.spread.cutters)
+        )
         layout = self._chained.get((whole, inner))
         if layout is None:
-            layout = self.spread.chain(whole, dict(enumerate(inner)), writing.target)
+            layout = self.spread.chain(whole, dict(enumerate(inner)), self._writing.target)
             self._chained[whole, inner] = layout
-        tensor = writing.tensors[name]
-        return {state: writing.state(tensor, state, layout) for state in self._names}
+        return layout
 
-    def _cut(self, name: str, cutter: int) -> Layout:
+    def _cut(self, name: str, cutter: int, *, is_whole: bool) -> Layout:
         buffer = self._buffers[cutter]
         if name in buffer.places:
-            return buffer.flat.members[buffer.places[name]].layout
+            place = buffer.places[name]
+            member = buffer.flat.members[place]
+            if not is_whole:
+                return member.layout
+            held = [n for n, start in enumerate(member.shard_starts) if start is not None]
+            holders = range(held[0], held[-1] + 1)
+            return copies_layout(buffer.numels[place], holders, self.spread.partitions)
         ranks = Mesh((("dp", self.spread.partitions),))
         return Layout(ranks, (0,), ((ranks.size, (0,)),), ())
+
+    def _held(self, rank: int) -> dict[str, int]:
+        """Parameters that a rank's partition has a part of, and their elements, in its order."""
+        buffer, partition = self._place(rank)
+        return {
+            name: buffer.numels[place]
+            for name, place in buffer.places.items()
+            if buffer.flat.members[place].shard_starts[partition] is not None
+        }
+
+    def _copies(self, draft: FileDraft, state: str, rank: int) -> Value:
+        """A state that is kept whole: of each parameter all of it, end to end."""
+        held = self._held(rank)
+        made = draft.buffer(self._dtype(state), sum(held.values()))
+        start = 0
+        for name, numel in held.items():
+            draft.put(made, self._arrays[name][state], rank, start)
+            start += numel
+        return made
+
+    def _dtype(self, state: str) -> DType:
+        return next(iter(self._arrays.values()))[state].selected.dtype
 
     def _partition(self, draft: FileDraft, state: str, rank: int, *, padded: bool) -> Value:
         buffer, partition = self._place(rank)
         width = buffer.flat.partition_numel
         numel = width if padded else max(0, min(buffer.stop - partition * width, width))
-        first = next(iter(self._arrays.values()))
-        made = draft.buffer(first[state].selected.dtype, numel)
+        made = draft.buffer(self._dtype(state), numel)
         for name, place in buffer.places.items():
             start = buffer.flat.members[place].shard_starts[partition]
             if start is not None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed.target import DeepSpeedTarget
     from restride.storage.torch_output import OutputArray, TorchOutput
 
-__all__ = ["FP32", "WEIGHT", "Writing", "keyed", "optimizer_key"]
+__all__ = ["FP32", "WEIGHT", "Writing", "config_of", "keyed", "optimizer_key"]
 
 WEIGHT = "weight"
 FP32 = "fp32"
@@ -69,9 +69,7 @@ class Writing:
     @property
     def config(self) -> Field | None:
         """``ds_config`` of the source, where there is one."""
-        first = self.training.ranks[0]
-        stored = first.values.get("ds_config")
-        return None if stored is None else Field(stored, f"{first.where}: ds_config")
+        return config_of(self.training)
 
     @cached_property
     def universal_info(self) -> dict[Value, Value] | None:
@@ -249,6 +247,13 @@ class Writing:
                         f"parameter group {number} has {name!r}, which no file has",
                         where=self.catalog.root,
                     )
+
+
+def config_of(training: Training) -> Field | None:
+    """``ds_config`` of a training, where its files have one."""
+    first = training.ranks[0]
+    stored = first.values.get("ds_config")
+    return None if stored is None else Field(stored, f"{first.where}: ds_config")
 
 
 def keyed(entries: Mapping[str, Value]) -> dict[Value, Value]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from restride.checkpoint.selection import select_weights
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_target import place_experts
+from restride.formats.deepspeed._muon_order import in_muon_order
 from restride.formats.deepspeed._write_chunks import write_chunks
 from restride.formats.deepspeed._write_experts import write_expert_files
 from restride.formats.deepspeed._write_findings import findings_of
@@ -27,7 +28,7 @@ from restride.formats.deepspeed._write_model import write_models
 from restride.formats.deepspeed._write_partitions import write_partitions
 from restride.formats.deepspeed._write_pipeline import write_pipeline
 from restride.formats.deepspeed._write_whole import write_whole
-from restride.formats.deepspeed._writing import Writing
+from restride.formats.deepspeed._writing import Writing, config_of
 from restride.storage.torch_output import TorchOutput
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["lay_out"]
 
 _PARTITIONED_WEIGHTS = 3
-_FLAT_STAGES = (1, 2)
 
 
 def lay_out(
@@ -77,13 +77,14 @@ def lay_out(
                 remedy="`restride check` lists everything that is missing",
             )
     _require_stages(catalog, training, target)
-    _require_cut(catalog, training, target)
     _require_settings(catalog, training)
     tensors = {tensor.name: tensor for tensor in catalog.tensors}
     placed = place_experts(catalog, training, target)
     if placed is not None:
         training, layouts = placed.retold(training), {**layouts, **placed.layouts}
         tensors = placed.without_second_names(tensors)
+    config = config_of(training)
+    training = in_muon_order(training, tensors, layouts, zero=target.zero, config=config)
     writing = Writing(
         catalog,
         training,
@@ -124,20 +125,6 @@ def _require_settings(catalog: Catalog, training: Training) -> None:
             where=catalog.root,
             remedy="convert with --to universal: an engine that loads that keeps its own",
         )
-
-
-def _require_cut(catalog: Catalog, training: Training, target: DeepSpeedTarget) -> None:
-    """Partitions of ZeRO-1 and ZeRO-2 are cut; what an engine keeps whole in them has no place."""
-    if target.zero not in _FLAT_STAGES:
-        return
-    for number, group in enumerate(training.groups):
-        if group.settings.get("use_muon") is True:
-            raise UnsupportedError(
-                f"parameter group {number} is updated by Muon, whose momentum an engine of "
-                f"ZeRO-{target.zero} keeps whole on every rank with a part of the parameter",
-                where=catalog.root,
-                remedy="choose --zero 3, where it is cut like the weights",
-            )
 
 
 def _require_stages(catalog: Catalog, training: Training, target: DeepSpeedTarget) -> None:
