@@ -216,6 +216,8 @@ def convert(
         pp_tied=pp_tied,
     )
     number, count = _require_process(process, executor, parts)
+    if not wait_seconds >= 0:
+        raise PlanError(f"wait_seconds is {wait_seconds}", remedy="wait for 0 s or longer")
     order = _PartOrder(
         *(os.fspath(path), os.fspath(out), wanted, number, count, budget_nbytes, workers, replicas),
         *(force, resume, sync_nbytes, durable, wait_seconds),

@@ -279,6 +279,8 @@ def test_an_executor_that_starts_nothing_or_is_of_another_version_is_refused(tmp
         {"process": (2, 2)},
         {"process": (-1, 2)},
         {"process": (0, 0)},
+        {"wait_seconds": float("nan")},
+        {"wait_seconds": -1},
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(tmp_path, options):

@@ -92,6 +92,9 @@ def test_the_help_of_a_conversion_has_every_option_once_under_a_heading() -> Non
             "'lots' is no size; write it like 512MB or 2GiB",
         ),
         (["convert", "a", "b", "--max-shard-size", "0"], "less than one byte"),
+        (["convert", "a", "b", "--wait", "nan"], "'--wait': 'nan' is not a valid number"),
+        (["convert", "a", "b", "--wait", "-1"], "'--wait': -1.0 is not in the range x>=0"),
+        (["convert", "a", "b", "--tp", "two"], "'--tp': 'two' is not a valid integer"),
         (
             ["layouts", "frob"],
             "layouts: no layout and no checkpoint is called 'frob'; see restride",

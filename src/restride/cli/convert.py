@@ -13,6 +13,7 @@ from restride import api
 from restride.cli.cut_options import cut_options
 from restride.cli.exits import ExitCode
 from restride.cli.findings import finding_to_json, show_findings
+from restride.cli.numbers import Integer, Number
 from restride.cli.options import (
     as_nbytes,
     as_replica_rules,
@@ -78,25 +79,25 @@ class _Convert(SectionedCommand):
 )
 @click.option(
     "--tp",
-    type=click.IntRange(min=1),
+    type=Integer(min=1),
     metavar="N",
     help="Tensor-parallel ranks of DeepSpeed's files. Default: as in CHECKPOINT.",
 )
 @click.option(
     "--dp",
-    type=click.IntRange(min=1),
+    type=Integer(min=1),
     metavar="N",
     help="Data-parallel ranks. Default: as in CHECKPOINT.",
 )
 @click.option(
     "--ep",
-    type=click.IntRange(min=1),
+    type=Integer(min=1),
     metavar="N",
     help="Expert-parallel ranks, a part of the data-parallel ones. Default: as in CHECKPOINT.",
 )
 @click.option(
     "--zero",
-    type=click.IntRange(min=0, max=3),
+    type=Integer(min=0, max=3),
     metavar="STAGE",
     help="ZeRO stage of DeepSpeed's own files, 0 to 3. Default: as in CHECKPOINT.",
 )
@@ -128,7 +129,7 @@ class _Convert(SectionedCommand):
 )
 @click.option(
     "--stage",
-    type=click.IntRange(1, 3),
+    type=Integer(1, 3),
     metavar="1|2|3",
     help="ZeRO stage of the engines that load a universal folder. Default: that of the source.",
 )
@@ -168,7 +169,7 @@ class _Convert(SectionedCommand):
 )
 @click.option(
     "--wait",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=120.0,
     metavar="SECONDS",
     help="How long to wait for another process that does not come, or has died. Default: 120.",
@@ -181,7 +182,7 @@ class _Convert(SectionedCommand):
 )
 @click.option(
     "--parts",
-    type=click.IntRange(min=1),
+    type=Integer(min=1),
     metavar="N",
     help="Number of parts for the executor.",
 )

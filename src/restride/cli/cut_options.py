@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from restride.cli.numbers import Integer
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -36,7 +38,7 @@ def cut_options(command: _Decorated) -> _Decorated:
         ),
         click.option(
             "--grain",
-            type=click.IntRange(min=1),
+            type=Integer(min=1),
             metavar="N",
             help="tp_grain_size of the next run. Default: as the checkpoint's own configuration "
             "says.",

@@ -15,6 +15,7 @@ from restride.cli.cut_options import cut_options
 from restride.cli.exits import ExitCode
 from restride.cli.families import show_families
 from restride.cli.findings import finding_to_json, show_findings
+from restride.cli.numbers import Integer
 from restride.cli.options import json_option
 from restride.cli.output import Column, open_page, write_json
 from restride.cli.picture import format_shape
@@ -38,7 +39,7 @@ def command_for(checkpoint: str) -> click.Command:
     @click.command(checkpoint, epilog=f"Example: restride layouts {checkpoint} --tp 4")
     @click.option(
         "--tp",
-        type=click.IntRange(min=1),
+        type=Integer(min=1),
         metavar="N",
         help="Tensor-parallel ranks of the next run. Default: show what the cuts that there are "
         "belong to.",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 
+from restride.cli.numbers import Integer
 from restride.cli.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def workers_option(command: _Decorated) -> _Decorated:
     return click.option(
         "--workers",
         metavar="N",
-        type=click.IntRange(1, _MOST_WORKERS),
+        type=Integer(1, _MOST_WORKERS),
         help="Threads. Default: one for each core that affinity and cgroup allow, up to four.",
     )(command)
 

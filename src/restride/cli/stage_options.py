@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from restride.cli.numbers import Integer
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -19,7 +21,7 @@ def stage_options(command: _Decorated) -> _Decorated:
     options = (
         click.option(
             "--pp",
-            type=click.IntRange(min=1),
+            type=Integer(min=1),
             metavar="N",
             help="Stages of a pipeline. Default: those of CHECKPOINT, with the same layers.",
         ),
