@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from restride.cli.contents import show_headline
 from restride.cli.exits import ExitCode
@@ -14,35 +14,44 @@ from restride.layouts.recognition import recognize
 if TYPE_CHECKING:
     from restride.algebra.layout import Layout
     from restride.checkpoint.catalog import Catalog
+    from restride.cli.output import Page
     from restride.layouts.recognition import Recognized
 
 __all__ = ["show_families"]
 
+_Kinds: TypeAlias = "dict[tuple[str, Layout], list[str]]"
+_Known: TypeAlias = "dict[Layout, tuple[Recognized, ...]]"
+
 
 def show_families(path: str, catalog: Catalog, *, as_json: bool) -> ExitCode:
     """Write one line for each kind of tensor with every family that its cut belongs to."""
-    kinds: dict[tuple[str, Layout], list[str]] = {}
+    kinds: _Kinds = {}
     for tensor in catalog.tensors:
         kinds.setdefault((name_pattern(tensor.name), tensor.layout), []).append(tensor.name)
     known = {layout: recognize(layout) for _, layout in kinds}
     if as_json:
-        write_json(
-            {
-                "kinds": [
-                    {
-                        "pattern": pattern,
-                        "tensors": names,
-                        "shape": list(layout.full_shape),
-                        "families": [_to_json(family) for family in known[layout]],
-                    }
-                    for (pattern, layout), names in kinds.items()
-                ]
-            }
-        )
-        return ExitCode.OK
-    page = open_page()
-    show_headline(page, path, catalog)
-    page.line()
+        write_json({"kinds": _kinds_to_json(kinds, known)})
+    else:
+        page = open_page()
+        show_headline(page, path, catalog)
+        _show(page, kinds, known)
+    return ExitCode.OK
+
+
+def _kinds_to_json(kinds: _Kinds, known: _Known) -> list[dict[str, object]]:
+    return [
+        {
+            "pattern": pattern,
+            "tensors": names,
+            "shape": list(layout.full_shape),
+            "families": [_to_json(family) for family in known[layout]],
+        }
+        for (pattern, layout), names in kinds.items()
+    ]
+
+
+def _show(page: Page, kinds: _Kinds, known: _Known) -> None:
+    """Write the table, and under it what tells families apart."""
     columns = [Column("tensor"), Column("count", is_number=True), Column("shape"), Column("cut")]
     rows = [
         [
@@ -53,6 +62,7 @@ def show_families(path: str, catalog: Catalog, *, as_json: bool) -> ExitCode:
         ]
         for (pattern, layout), names in kinds.items()
     ]
+    page.line()
     page.table(columns, rows)
     apart = {
         f"{_rule(family)}: {family.apart}"
@@ -64,7 +74,6 @@ def show_families(path: str, catalog: Catalog, *, as_json: bool) -> ExitCode:
         page.line()
     for line in sorted(apart):
         page.line(line)
-    return ExitCode.OK
 
 
 def _in_words(families: tuple[Recognized, ...]) -> str:
