@@ -51,6 +51,12 @@ def using(kernel):
 
 
 @pytest.fixture(scope="session")
+def use():
+    """`using`, for tests that say themselves which kernel they mean."""
+    return using
+
+
+@pytest.fixture(scope="session")
 def each_way(kernels):
     """Calls a function once with NumPy, once with each kernel, and returns the results."""
 

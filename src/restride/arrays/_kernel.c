@@ -1,4 +1,5 @@
-/* The loops over bytes that NumPy is slow at: digests here, strided copies in `_kernel_copy.c`.
+/* The loops over bytes that NumPy is slow at: digests here, strided copies in `_kernel_copy.c`,
+ * both among reads and writes in `_kernel_program.c`.
  *
  * Plain C11 with the vector types of GCC and Clang. It knows nothing of Python: `_kernel.py` loads it
  * with ctypes, proves what is said of pointers and sizes here, and has NumPy do the same work where
@@ -23,7 +24,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* What the functions below expect and return. `_kernel.py` takes no library with another number. */
-EXPORT int32_t restride_abi(void) { return 2; }
+EXPORT int32_t restride_abi(void) { return 3; }
 
 /* ---- Digests ---------------------------------------------------------------------------------- */
 

@@ -11,14 +11,14 @@ import ctypes
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["ABI", "FILE_NAME", "KERNEL", "Kernel", "is_available", "load"]
 
-ABI: Final = 2
+ABI: Final = 3
 """What `_kernel.c` must say of itself; both change together."""
 
 FILE_NAME: Final = "librestride.so"
@@ -50,10 +50,19 @@ class Kernel:
         self._copy = library.restride_copy
         self._copy.argtypes = [address, address, number, address, size]
         self._copy.restype = number
+        self._run = library.restride_run
+        self._run.argtypes = [number, address, size, *[address] * 3]
+        self._run.restype = number
 
     def copy(self, target: int, source: int, count: int, loops: bytes, run_nbytes: int) -> bool:
         """Call ``restride_copy``; whether it could hold so many loops."""
         return bool(self._copy(target, source, count, loops, run_nbytes) == 0)
+
+    def run(
+        self, program: bytes, count: int, words: int, rows: int, totals: ctypes.Array[Any]
+    ) -> bool:
+        """Call ``restride_run``; whether all was done."""
+        return bool(self._run(self.level, program, count, words, rows, totals) == 0)
 
     def at(self, level: int) -> Kernel:
         """The same functions with narrower vectors. The results are the same."""

@@ -44,6 +44,8 @@ __all__ = [
     "finish",
     "row_weights",
     "scratch_nbytes",
+    "weight_addresses",
+    "weights_of_run",
     "word_weights",
 ]
 
@@ -104,7 +106,8 @@ def _weights(level: bytes, shape: tuple[int, int]) -> NDArray[np.float64]:
 
 
 @cache
-def _weight_addresses() -> tuple[int, int]:
+def weight_addresses() -> tuple[int, int]:
+    """Where the kernel finds the weights of words and of rows."""
     return word_weights().ctypes.data, row_weights().ctypes.data
 
 
@@ -126,6 +129,21 @@ def _block_stream(block: int) -> bytes:
         if block < _KEPT_BLOCKS:
             _kept[block] = stream
     return stream
+
+
+def weights_of_run(start_nbytes: int, nbytes: int) -> tuple[int, int, bytes]:
+    """What the kernel needs to know of a run that it digests.
+
+    Args:
+        start_nbytes: Where the run starts in the array.
+        nbytes: Its size.
+
+    Returns:
+        Where it starts in its first block, how many blocks it touches, and their weights.
+    """
+    first, start = divmod(start_nbytes, _BLOCK_NBYTES)
+    count = -(-(start + nbytes) // _BLOCK_NBYTES)
+    return start, count, b"".join(map(_block_stream, range(first, first + count)))
 
 
 class Digester:
@@ -169,12 +187,10 @@ class Digester:
             if self._slow is None:
                 self._slow = _NumpyDigester(self._rows)
             return self._slow.digest(buffer, start_nbytes)
-        first, start = divmod(start_nbytes, _BLOCK_NBYTES)
-        count = -(-(start + buffer.nbytes) // _BLOCK_NBYTES)
-        streams = b"".join(map(_block_stream, range(first, first + count)))
+        start, _, weights = weights_of_run(start_nbytes, buffer.nbytes)
         halves = self._halves
         address: int = buffer.__array_interface__["data"][0]
-        kernel.digest(address, buffer.nbytes, start, streams, *_weight_addresses(), halves)
+        kernel.digest(address, buffer.nbytes, start, weights, *weight_addresses(), halves)
         return int(halves[0] | halves[1] << 64)
 
 

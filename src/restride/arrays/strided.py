@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from math import gcd
 from struct import pack
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["copy_at", "copy_strided"]
+__all__ = ["Prepared", "copy_at", "copy_strided", "prepared"]
 
 _LARGEST_WORD_NBYTES: Final = 8
 
@@ -57,18 +57,54 @@ def copy_strided(
         >>> target
         array([0, 2, 4, 1, 3, 5], dtype=uint8)
     """
+    found = prepared(source, target, loops, run_nbytes, source_start, target_start)
+    if found is None:
+        return
+    if not found.is_for_kernel or not _copy_fast(found, run_nbytes):
+        _copy_slowly(source, source_start, target, target_start, found.steps, run_nbytes)
+
+
+class Prepared(NamedTuple):
+    """A copy that is known to stay inside its arrays.
+
+    Attributes:
+        source: Address of the first run that is read.
+        target: Address where it is written.
+        steps: Loops of more than one turn.
+        is_for_kernel: Whether it has no order: no byte is written that is read, or written twice.
+    """
+
+    source: int
+    target: int
+    steps: Sequence[tuple[int, int, int]]
+    is_for_kernel: bool
+
+
+def prepared(
+    source: NDArray[np.uint8],
+    target: NDArray[np.uint8],
+    loops: Sequence[tuple[int, int, int]],
+    run_nbytes: int,
+    source_start: int,
+    target_start: int,
+) -> Prepared | None:
+    """Check a copy, as `copy_strided` is asked for it; None where it has nothing to do.
+
+    Raises:
+        LayoutError: As for `copy_strided`.
+    """
     steps = [loop for loop in loops if loop[0] != 1]
     if run_nbytes < 0 or (steps and min(steps)[0] < 0):
         raise LayoutError(f"runs of {run_nbytes} bytes in loops {loops} cannot be counted")
     if not run_nbytes or (steps and not min(steps)[0]):
-        return
+        return None
     spans = _spans(steps, run_nbytes)
     low, high, start, stop = spans
     _require_inside("source", source, source_start + low, source_start + high)
     _require_inside("target", target, target_start + start, target_start + stop)
-    addresses = (_address(source) + source_start, _address(target) + target_start)
-    if not _copy_fast(addresses, steps, run_nbytes, spans):
-        _copy_slowly(source, source_start, target, target_start, steps, run_nbytes)
+    return _prepared(
+        _address(source) + source_start, _address(target) + target_start, steps, run_nbytes, spans
+    )
 
 
 def copy_at(
@@ -95,23 +131,30 @@ def copy_at(
     if _kernel.KERNEL is None or run_nbytes < 1 or (steps and min(steps)[0] < 1):
         return False
     spans = _spans(steps, run_nbytes)
-    return _copy_fast((source_address, target_address), steps, run_nbytes, spans)
+    found = _prepared(source_address, target_address, steps, run_nbytes, spans)
+    return found.is_for_kernel and _copy_fast(found, run_nbytes)
 
 
-def _copy_fast(
-    addresses: tuple[int, int],
+def _prepared(
+    source: int,
+    target: int,
     steps: Sequence[tuple[int, int, int]],
     run_nbytes: int,
     spans: tuple[int, int, int, int],
-) -> bool:
-    kernel = _kernel.KERNEL
-    source, target = addresses
+) -> Prepared:
     low, high, start, stop = spans
     are_apart = source + high <= target + start or target + stop <= source + low
-    if kernel is None or not are_apart or not _writes_each_byte_once(steps, run_nbytes):
+    is_free = are_apart and _writes_each_byte_once(steps, run_nbytes)
+    return Prepared(source, target, steps, is_free)
+
+
+def _copy_fast(copy: Prepared, run_nbytes: int) -> bool:
+    kernel = _kernel.KERNEL
+    if kernel is None:
         return False
+    steps = copy.steps
     packed = pack(f"{3 * len(steps)}q", *chain.from_iterable(steps))
-    return kernel.copy(target, source, len(steps), packed, run_nbytes)
+    return kernel.copy(copy.target, copy.source, len(steps), packed, run_nbytes)
 
 
 def _spans(steps: Sequence[tuple[int, int, int]], run_nbytes: int) -> tuple[int, int, int, int]:

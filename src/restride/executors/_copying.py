@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from restride.planning.plan import Copy, Plan, RegionPlan, Step, StepFill
     from restride.planning.sharing import Span
 
-__all__ = ["Reader", "StepBuffers", "Writer", "carry_out", "fill_step"]
+__all__ = ["Moves", "Reader", "StepBuffers", "Writer", "carry_out", "fill_step", "read_copies"]
 
 _LARGEST_WORD_NBYTES: Final = 8
 
@@ -53,14 +53,48 @@ class StepBuffers:
         self.held: Span | None = None
         self.read_nbytes = 0
 
-    def hold(self, span: Span | None, reader: Reader) -> None:
+    def hold(self, span: Span | None, moves: Moves) -> None:
         """Read a span for several steps, or forget the last one."""
         self.held = None
         if span is not None:
-            scratch = self.span[: span.stop_nbytes - span.start_nbytes]
-            reader.read_into(span.file, span.start_nbytes, scratch.data)
-            self.read_nbytes += scratch.nbytes
+            moves.read(
+                *(span.file, span.start_nbytes),
+                self.span[: span.stop_nbytes - span.start_nbytes],
+            )
             self.held = span
+
+
+class Moves(Protocol):
+    """How what a step reads gets into its buffer: now, or noted in a program."""
+
+    def read(self, file: int, start_nbytes: int, into: NDArray[np.uint8], /) -> None:
+        """Fill an array with the bytes of source file number `file` that start there."""
+
+    def copy(
+        self,
+        source: NDArray[np.uint8],
+        target: NDArray[np.uint8],
+        loops: Sequence[tuple[int, int, int]],
+        run_nbytes: int,
+        *,
+        source_start: int = 0,
+        target_start: int = 0,
+    ) -> None:
+        """Copy runs of bytes, as `copy_strided` does."""
+
+
+class _Now:
+    """Reads and copies at once."""
+
+    copy = staticmethod(copy_strided)
+
+    def __init__(self, reader: Reader, buffers: StepBuffers) -> None:
+        self._reader = reader
+        self._buffers = buffers
+
+    def read(self, file: int, start_nbytes: int, into: NDArray[np.uint8], /) -> None:
+        self._reader.read_into(file, start_nbytes, into.data)
+        self._buffers.read_nbytes += into.nbytes
 
 
 def carry_out(
@@ -84,7 +118,7 @@ def carry_out(
         ExecutionError: Reading or writing failed.
     """
     if writer is not None:
-        buffers.hold(shared_span(bundle, buffers.span.nbytes), reader)
+        buffers.hold(shared_span(bundle, buffers.span.nbytes), _Now(reader, buffers))
     for step in bundle:
         _carry_out(step, reader, writer, buffers, on_drift)
         yield step
@@ -321,9 +355,17 @@ def _at(index: int | None, shape: tuple[int, ...]) -> str:
     return f" ([{', '.join(reversed(coordinates))}] of the tensor)"
 
 
-def _read(
-    copies: Sequence[Copy], target: NDArray[np.uint8], reader: Reader, buffers: StepBuffers
+def read_copies(
+    copies: Sequence[Copy], target: NDArray[np.uint8], moves: Moves, buffers: StepBuffers
 ) -> None:
+    """Read what some copies say into the buffer of a step.
+
+    Args:
+        copies: What to read, none of it where another one stands.
+        target: The buffer.
+        moves: How.
+        buffers: Memory of the worker; the span is used.
+    """
     for copy in copies:
         _read_block(
             copy.file,
@@ -332,9 +374,15 @@ def _read(
             copy.axes,
             copy.run_nbytes,
             target,
-            reader,
+            moves,
             buffers,
         )
+
+
+def _read(
+    copies: Sequence[Copy], target: NDArray[np.uint8], reader: Reader, buffers: StepBuffers
+) -> None:
+    read_copies(copies, target, _Now(reader, buffers), buffers)
 
 
 def _read_block(
@@ -344,30 +392,28 @@ def _read_block(
     axes: tuple[tuple[int, int, int], ...],
     run_nbytes: int,
     target: NDArray[np.uint8],
-    reader: Reader,
+    moves: Moves,
     buffers: StepBuffers,
 ) -> None:
     """Read one strided block: straight, through the span buffer, or in parts."""
     if buffers.held is not None:
         held_start = source_start - buffers.held.start_nbytes
-        copy_strided(
+        moves.copy(
             *(buffers.span, target, axes, run_nbytes),
             source_start=held_start,
             target_start=target_start,
         )
         return
     if not axes:
-        reader.read_into(file, source_start, target[target_start : target_start + run_nbytes].data)
-        buffers.read_nbytes += run_nbytes
+        moves.read(file, source_start, target[target_start : target_start + run_nbytes])
         return
     loops = [axis[:2] for axis in axes]
     span = span_nbytes(loops, run_nbytes)
     is_one = is_dense(loops, run_nbytes)
     if is_one and span <= buffers.span.nbytes:
         scratch = buffers.span[:span]
-        reader.read_into(file, source_start, scratch.data)
-        buffers.read_nbytes += span
-        copy_strided(scratch, target, axes, run_nbytes, target_start=target_start)
+        moves.read(file, source_start, scratch)
+        moves.copy(scratch, target, axes, run_nbytes, target_start=target_start)
         return
     extent, source_stride, target_stride = axes[0]
     inner = axes[1:]
@@ -385,6 +431,6 @@ def _read_block(
             (*outer, *inner),
             run_nbytes,
             target,
-            reader,
+            moves,
             buffers,
         )

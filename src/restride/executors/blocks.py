@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from threading import Lock, local
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from restride.planning.plan import RegionPlan, Step
 
-__all__ = ["BLOCK_NBYTES", "TABLE_NBYTES", "Block", "BlockTable"]
+__all__ = ["BLOCK_NBYTES", "TABLE_NBYTES", "Block", "BlockPart", "BlockTable"]
 
 BLOCK_NBYTES: Final = 4 << 20
 # What the table takes for a block: a digest, two numbers, and places in lists.
@@ -42,6 +42,22 @@ class Block:
     region: int
     number: int
     digest: int
+
+
+class BlockPart(NamedTuple):
+    """Bytes of one block.
+
+    Attributes:
+        region: Number of the region in the plan.
+        block: Number of the block in the region.
+        start: First byte, counted from the start of the region.
+        nbytes: How many.
+    """
+
+    region: int
+    block: int
+    start: int
+    nbytes: int
 
 
 class BlockTable:
@@ -79,25 +95,47 @@ class BlockTable:
 
         Each byte of a block that is not done may be counted once.
         """
-        number = self._numbers[bisect_right(self._starts, (file, start_nbytes)) - 1]
-        base = start_nbytes - self.regions[number].target_start_nbytes
         content = np.frombuffer(buffer, np.uint8)
         digester: Digester | None = getattr(self._local, "digester", None)
         if digester is None:
             digester = self._local.digester = Digester(self._rows)
-        digests, left = self._digests[number], self._left[number]
+        parts = self.parts(file, start_nbytes, content.nbytes)
+        digests = [
+            digester.digest(content[part.start - parts[0].start :][: part.nbytes], part.start)
+            if self._left[part.region][part.block]
+            else 0
+            for part in parts
+        ]
+        return self.count(parts, digests)
+
+    def parts(self, file: int, start_nbytes: int, nbytes: int) -> list[BlockPart]:
+        """Cut bytes of a region at the ends of its blocks."""
+        number = self._numbers[bisect_right(self._starts, (file, start_nbytes)) - 1]
+        start = start_nbytes - self.regions[number].target_start_nbytes
+        stop = start + nbytes
+        found = []
+        for block in range(start // BLOCK_NBYTES, block_count(stop)):
+            low, high = max(start, block * BLOCK_NBYTES), min(stop, (block + 1) * BLOCK_NBYTES)
+            found.append(BlockPart(number, block, low, high - low))
+        return found
+
+    def count(self, parts: Iterable[BlockPart], digests: Iterable[int]) -> list[Block]:
+        """Count parts that were written, with their digests; return the blocks that are done.
+
+        Each byte of a block that is not done may be counted once. What is of blocks that are done
+        is not counted.
+        """
         done: list[Block] = []
-        stop = base + content.nbytes
-        for block in range(base // BLOCK_NBYTES, block_count(stop)):
-            if not left[block]:
-                continue
-            low, high = max(base, block * BLOCK_NBYTES), min(stop, (block + 1) * BLOCK_NBYTES)
-            part = digester.digest(content[low - base : high - base], low)
-            with self._lock:
-                digests[block] = (digests[block] + part) % MODULUS
-                left[block] -= high - low
-                if not left[block]:
-                    done.append(Block(number, block, digests[block]))
+        with self._lock:
+            for part, digest in zip(parts, digests, strict=True):
+                left = self._left[part.region]
+                if not left[part.block]:
+                    continue
+                known = self._digests[part.region]
+                known[part.block] = (known[part.block] + digest) % MODULUS
+                left[part.block] -= part.nbytes
+                if not left[part.block]:
+                    done.append(Block(part.region, part.block, known[part.block]))
         return done
 
     def lanes(self) -> Iterator[Iterator[Sequence[Step]]]:

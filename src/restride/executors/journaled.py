@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from restride.checkpoint.output import Output
-    from restride.executors.blocks import Block, BlockTable
+    from restride.executors.blocks import Block, BlockPart, BlockTable
     from restride.executors.drift import DriftTable
     from restride.executors.events import ReplicaDrift
     from restride.storage.journal import Record
+    from restride.storage.ranges import Lease
     from restride.storage.unfinished import Unfinished
 
 __all__ = ["SYNC_NBYTES", "JournaledWriter", "claim_records", "drift_records"]
@@ -96,15 +97,40 @@ class JournaledWriter:
 
     def write_from(self, file: int, start_nbytes: int, buffer: memoryview, /) -> None:
         """Write bytes into a target file, and count them. Any thread may call it."""
+        self._require_syncing()
+        self._place.files.write_exact(self._names[file], start_nbytes, buffer)
+        self._note(self._blocks.add(file, start_nbytes, buffer))
+
+    def hold(self, file: int) -> Lease | None:
+        """Keep a target file open for somebody who writes into it himself, as `FilePool.hold` does.
+
+        He says so with `count`.
+        """
+        self._require_syncing()
+        return self._place.files.hold(self._names[file])
+
+    def parts(self, file: int, start_nbytes: int, nbytes: int) -> list[BlockPart]:
+        """What is digested apart of some bytes of a target file."""
+        return self._blocks.parts(file, start_nbytes, nbytes)
+
+    def count(self, file: int, parts: Iterable[BlockPart], digests: Iterable[int]) -> None:
+        """Count parts of a target file that were written, with their digests."""
+        self._place.files.set_written(self._names[file])
+        self._note(self._blocks.count(parts, digests))
+
+    def _require_syncing(self) -> None:
         if self._syncing is not None and self._syncing.done():
             self._syncing.result()  # it failed, as nobody asked it to end
-        self._place.files.write_exact(self._names[file], start_nbytes, buffer)
-        done = self._blocks.add(file, start_nbytes, buffer)
+
+    def _note(self, done: Sequence[Block]) -> None:
+        """Hand blocks that are done to the thread that syncs."""
         if done:
             with self._changed:
                 self._done += done
                 self._done_nbytes += self._blocks.nbytes(done)
-                self._changed.notify()
+                # Waking a thread for every block takes longer than writing it.
+                if self._done_nbytes >= self._sync_nbytes:
+                    self._changed.notify()
 
     def _keep_durable(self) -> None:
         """What the thread does until the end."""
@@ -113,13 +139,13 @@ class JournaledWriter:
 
     def _note_batch(self) -> bool:
         """Wait until there is enough to do, and do it; False at the end."""
-        last = time.monotonic()
+        end = time.monotonic() + _SYNC_SECONDS
         with self._changed:
             while not self._is_ending and self._done_nbytes < self._sync_nbytes:
-                left = last + _SYNC_SECONDS - time.monotonic()
-                if left <= 0 and self._done:
-                    break
-                self._changed.wait(left if self._done and left > 0 else None)
+                if not self._changed.wait(end - time.monotonic()):
+                    if self._done:
+                        break
+                    end = time.monotonic() + _SYNC_SECONDS
             is_ending, batch = self._is_ending, self._done
             self._done, self._done_nbytes = [], 0
         if batch:

@@ -10,7 +10,7 @@ from restride.storage.machine import core_count, memory_limit_nbytes
 
 if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog
-    from restride.storage.ranges import FilePool
+    from restride.storage.ranges import FilePool, Lease
 
 __all__ = ["CatalogReader", "default_budget_nbytes", "default_workers"]
 
@@ -34,6 +34,10 @@ class CatalogReader:
             ExecutionError: The file cannot be read, or ends before.
         """
         self._pool.read_exact(self._paths[file], start_nbytes, buffer)
+
+    def hold(self, file: int) -> Lease | None:
+        """Keep a file open for somebody who reads it himself, as `FilePool.hold` does."""
+        return self._pool.hold(self._paths[file])
 
     def require_unchanged(self) -> None:
         """Make sure that nobody wrote into the files while they were read, as a training may.

@@ -11,6 +11,7 @@ from threading import Event, Lock
 from typing import TYPE_CHECKING
 
 from restride.executors._copying import StepBuffers, carry_out
+from restride.executors.direct import direct_between
 from restride.executors.events import ReplicaDrift, StepFinished
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class _Run:
 
     def work(self, reader: Reader, writer: Writer | None) -> None:
         buffers = StepBuffers(self.plan)
+        direct = direct_between(reader, writer, buffers)
         lane: Iterator[Sequence[Step]] = iter(())
         while not (self.stop.is_set() or self.asked.is_set()):
             with self.steps_lock:
@@ -100,7 +102,11 @@ class _Run:
                 return
             before = buffers.read_nbytes
             try:
-                for step in carry_out(bundle, reader, writer, buffers, self._on_drift):
+                if direct is not None and direct.carry_out(bundle):
+                    done: Iterable[Step] = bundle
+                else:
+                    done = carry_out(bundle, reader, writer, buffers, self._on_drift)
+                for step in done:
                     self._finished(step, buffers.read_nbytes - before)
                     before = buffers.read_nbytes
             except BaseException:

@@ -46,7 +46,7 @@ _WALK_NBYTES: Final = 1024
 _STREAMED_NBYTES: Final = 4 << 20
 _SHORTEST_RUN_NBYTES: Final = 64 << 10
 # What is read stays in the core's cache until it is digested and written.
-_CHUNK_NBYTES: Final = 256 << 10
+_CHUNK_NBYTES: Final = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,24 +174,21 @@ class Step:
     def chunks(self, buffer_nbytes: int) -> Iterator[Chunk]:
         """Cut a step of a region that is streamed into reads that a buffer takes.
 
-        They end at multiples of their size from the start of the region, whatever the runs are.
+        They end at multiples of their size in the target file, whatever the runs are: a system
+        keeps a file in pages, and takes the longest where a write starts at such a place.
 
         Cost:
             O(chunks).
         """
-        region = self.region
-        itemsize = region.target_dtype.itemsize_nbytes
-        fitting = min(buffer_nbytes, _CHUNK_NBYTES) // itemsize
-        most = max(1, min(fitting, region.step_numel)) * itemsize
-        base = self.start * itemsize
+        most = min(buffer_nbytes, _CHUNK_NBYTES)
         for fill in self.fills:
             for copy in fill.copies[0][1]:
-                at = base + copy.target_start_nbytes
+                at = self.target_start_nbytes + copy.target_start_nbytes
                 skew = copy.source_start_nbytes - at
                 stop = at + copy.run_nbytes
                 while at < stop:
                     end = min(stop, at - at % most + most)
-                    yield Chunk(copy.file, at + skew, region.target_start_nbytes + at, end - at)
+                    yield Chunk(copy.file, at + skew, at, end - at)
                     at = end
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
     from restride.checkpoint.output import Output
+    from restride.storage.ranges import Lease
 
 __all__ = ["OutputFiles", "sync_path", "translated"]
 
@@ -134,12 +135,27 @@ class OutputFiles:
         Raises:
             ExecutionError: The file was not preallocated, or the system cannot write it.
         """
-        if name not in self._files:
-            raise ExecutionError("written to before it was created", where=str(self.path / name))
-        self._pool.write_exact(self._files[name], start_nbytes, buffer)
+        self._pool.write_exact(self._path_of(name), start_nbytes, buffer)
+        self.set_written(name)
+
+    def hold(self, name: str) -> Lease | None:
+        """Keep a file open for somebody who writes into it himself, as `FilePool.hold` does.
+
+        Raises:
+            ExecutionError: The file was not preallocated, or the system cannot open it.
+        """
+        return self._pool.hold(self._path_of(name))
+
+    def set_written(self, name: str) -> None:
+        """Note that a file has bytes that are not durable, after they were written."""
         with self._lock:
             # Only now: a sync that took the mark away before would not have seen these bytes.
             self._unsynced.add(name)
+
+    def _path_of(self, name: str) -> Path:
+        if name not in self._files:
+            raise ExecutionError("written to before it was created", where=str(self.path / name))
+        return self._files[name]
 
     def sync_files(self, names: Iterable[str]) -> None:
         """Make durable what was written into some files before this call.

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-__all__ = ["FilePool", "RangeFile", "read_exact"]
+__all__ = ["FilePool", "Lease", "RangeFile", "read_exact"]
 
 # Well below the 256 descriptors that macOS gives a process by default.
 _DEFAULT_MAX_OPEN: Final = 64
 _PAGE_NBYTES: Final = 4096
 _MOST_PAGES: Final = 4
+# Linux looks for one run of free pages for what one call writes. For a longer one it has to shift
+# pages about where memory is in use, which was measured to take up to five times the copy; for a
+# call that starts at no multiple of its size it takes many short ones.
+_WRITE_NBYTES: Final = 128 << 10
 
 
 class RangeFile:
@@ -64,6 +68,11 @@ class RangeFile:
         self.close()
         if isinstance(error, RestrideError) and not error.where.startswith(self.path):
             error.located(self.path)
+
+    @property
+    def descriptor(self) -> int:
+        """What the system calls the open file; -1 when it is closed."""
+        return self._descriptor
 
     def close(self) -> None:
         """Close the descriptor. A second call does nothing."""
@@ -141,7 +150,8 @@ class RangeFile:
         at = start_nbytes
         while left.nbytes:
             try:
-                count = os.pwrite(self._descriptor, left, at)
+                some = left[: _WRITE_NBYTES - at % _WRITE_NBYTES]
+                count = os.pwrite(self._descriptor, some, at)
             except (OSError, OverflowError) as error:
                 raise ExecutionError(
                     f"cannot write {left.nbytes} bytes at byte {at} ({_reason(error)})",
@@ -150,7 +160,7 @@ class RangeFile:
             left, at = left[count:], at + count
 
 
-class _Lease:
+class Lease:
     """An open file and how many calls are using it right now; in a ``with`` block, one less."""
 
     __slots__ = ("_pool", "file", "users")
@@ -193,7 +203,7 @@ class FilePool:
             raise ValueError(f"a pool holds at least one file, got max_open={max_open}")
         self._max_open = max_open
         self._is_writable = writable
-        self._leases: OrderedDict[str, _Lease] = OrderedDict()
+        self._leases: OrderedDict[str, Lease] = OrderedDict()
         self._lock = Lock()
         self._changed = Condition(self._lock)
         self._waiting = 0
@@ -220,6 +230,24 @@ class FilePool:
         with self._lease(os.fspath(path)) as file:
             return file.nbytes
 
+    def hold(self, path: str | PathLike[str]) -> Lease | None:
+        """Keep a file open for the ``with`` block of what is returned.
+
+        Who holds one file may not wait for another: so this never waits.
+
+        Returns:
+            None where all files that the pool may have open are in use.
+
+        Raises:
+            ExecutionError: The system cannot open it.
+            FormatError: It is a directory, pipe or device.
+        """
+        with self._lock:
+            lease = self._get(os.fspath(path))
+            if lease is not None:
+                lease.users += 1
+            return lease
+
     def read_exact(
         self, path: str | PathLike[str], start_nbytes: int, buffer: WriteableBuffer
     ) -> None:
@@ -245,14 +273,14 @@ class FilePool:
         with self._lease(os.fspath(path)) as file:
             file.write_exact(start_nbytes, buffer)
 
-    def give_back(self, lease: _Lease) -> None:
+    def give_back(self, lease: Lease) -> None:
         """Count that a call has ended."""
         with self._lock:
             lease.users -= 1
             if self._waiting and not lease.users:
                 self._changed.notify()
 
-    def _lease(self, path: str) -> _Lease:
+    def _lease(self, path: str) -> Lease:
         """Hold the open file: it is not closed before the ``with`` block of the lease ends."""
         with self._lock:
             while (lease := self._get(path)) is None:
@@ -264,7 +292,7 @@ class FilePool:
             lease.users += 1
         return lease
 
-    def _get(self, path: str) -> _Lease | None:
+    def _get(self, path: str) -> Lease | None:
         """Find or open a file, or return None while there is no room for another one."""
         lease = self._leases.get(path)
         if lease is not None:
@@ -281,7 +309,7 @@ class FilePool:
             if self._waiting:
                 self._changed.notify()  # the room that this call found is for the next one
             raise
-        lease = self._leases[path] = _Lease(file, self)
+        lease = self._leases[path] = Lease(file, self)
         return lease
 
 

@@ -1,7 +1,8 @@
 """A layer below the files: any operation may fail, or be the last one that happens.
 
-Everything that restride does to files goes through a few functions of `os`. In the block of
-`failing_files` those that change something below a folder are counted, and one of them
+Everything that restride does to files goes through a few functions of `os`; the kernel's programs,
+which do not, are not run meanwhile. In the block of `failing_files` those that change something
+below a folder are counted, and one of them
 
 * raises an error of the system (no space, a broken disk, no permission), or
 * is where the process dies: it happens half or not at all, and nothing after it happens, whatever
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
+
+from restride.executors.direct import Direct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -195,10 +198,13 @@ def failing_files(
         folder, at, number, is_lasting=kind == "lasting", is_torn=is_torn, loses=loses
     )
     before = {name: getattr(os, name) for name in (*_ON_DESCRIPTORS, *_ON_PATHS)}
+    carry_out = Direct.carry_out
     try:
+        Direct.carry_out = lambda *_: False  # type: ignore[method-assign]
         for name in before:
             setattr(os, name, files.patched(name))
         yield files
     finally:
+        Direct.carry_out = carry_out  # type: ignore[method-assign]
         for name, function in before.items():
             setattr(os, name, function)

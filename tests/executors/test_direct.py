@@ -1,0 +1,219 @@
+"""Steps between files, in calls of the kernel: the same files and digests, the same errors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from restride.arrays import _kernel
+from restride.checkpoint.dtypes import DTYPES
+from restride.checkpoint.output import Output, OutputFile
+from restride.errors import CorruptError
+from restride.executors import blocks, direct
+from restride.executors.blocks import BlockTable
+from restride.executors.direct import Direct, direct_between
+from restride.executors.drift import DriftTable
+from restride.executors.events import NullObserver
+from restride.executors.journaled import JournaledWriter
+from restride.executors.sources import CatalogReader
+from restride.executors.streaming import StreamingExecutor
+from restride.layouts import split
+from restride.planning import plan as planning
+from restride.planning.conversion import plan_conversion, whole_layout
+from restride.storage.output_files import OutputFiles
+from restride.storage.ranges import FilePool
+from restride.testing.moving import MemoryFiles, expected_shards, job_between, store
+from restride.testing.strategies import layout_pairs
+
+pytestmark = pytest.mark.skipif(_kernel.KERNEL is None, reason="installed without a kernel")
+
+BUDGET = 1 << 20
+
+
+@contextmanager
+def small_sizes(block_nbytes=64, streamed_nbytes=40):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK_NBYTES", block_nbytes)
+        patch.setattr(planning, "_SHORTEST_RUN_NBYTES", 8)
+        patch.setattr(planning, "_STREAMED_NBYTES", streamed_nbytes)
+        yield
+
+
+def write_sources(folder, stored):
+    folder.mkdir()
+    for file, content in zip(stored.files, stored.contents, strict=True):
+        (folder / file.name).write_bytes(content)
+    return SimpleNamespace(root=str(folder), files=stored.files)
+
+
+def run(folder, catalog, plan, sizes, *, pool=None):
+    """Carry out a plan between files; return their contents and digests, and bytes read."""
+    output = Output(tuple(OutputFile(f"{n}", size) for n, size in enumerate(sizes)), ())
+    table = BlockTable(plan.regions, digest_rows=4)
+    (folder / "out").mkdir()
+    with OutputFiles(folder / "out", durable=False) as files, pool or FilePool() as sources:
+        files.create(output)
+        place = SimpleNamespace(files=files, note=lambda _: None, keeps=False)
+        writer = JournaledWriter(
+            place, output, table, DriftTable(NullObserver(), {}), lambda: None, sync_nbytes=1 << 30
+        )
+        with writer:
+            read_nbytes = StreamingExecutor().execute(
+                plan,
+                CatalogReader(catalog, sources),
+                writer,
+                NullObserver(),
+                lanes=table.lanes(),
+            )
+    contents = [(folder / "out" / file.name).read_bytes() for file in output.files]
+    digests = [tuple(table.digests(number)) for number in range(len(plan.regions))]
+    return contents, digests, read_nbytes, table.left_nbytes()
+
+
+@pytest.fixture
+def carried_out(monkeypatch):
+    """What `Direct.carry_out` said of each bundle."""
+    said = []
+    real = Direct.carry_out
+
+    def carry_out(self, bundle):
+        said.append(real(self, bundle))
+        return said[-1]
+
+    monkeypatch.setattr(Direct, "carry_out", carry_out)
+    return said
+
+
+@given(
+    pair=layout_pairs(with_scales=False),
+    width=st.sampled_from(["uint8", "uint16", "uint32"]),
+    most=st.sampled_from([2, 512]),
+    workers=st.integers(1, 2),
+)
+def test_any_layout_becomes_any_other_with_the_bytes_and_digests_of_single_steps(
+    pair, width, most, workers
+):
+    target, source = pair
+    full = (np.arange(source.full_numel, dtype=np.uint64) * 2654435761 + 1).astype(width)
+    stored = store(source, DTYPES[width], full)
+    results = []
+    with TemporaryDirectory() as folder, small_sizes(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "_MOST_MOVES", most)
+        catalog = write_sources(Path(folder, "source"), stored)
+        job, sizes = job_between(stored, target, DTYPES[width])
+        plan = plan_conversion(stored.files, [job], budget_nbytes=BUDGET, workers=workers)
+        said = []
+        real = Direct.carry_out
+        for carry_out in (lambda *a: said.append(real(*a)) or said[-1], lambda *_: False):
+            patch.setattr(Direct, "carry_out", carry_out)
+            at = Path(folder, str(len(results)))
+            at.mkdir()
+            results.append(run(at, catalog, plan, sizes))
+
+    assert results[0] == results[1]
+    assert results[0][0] == [shard.tobytes() for shard in expected_shards(target, full)]
+    assert results[0][3] == 0
+    event(f"direct: {sum(said)} of {len(said)} bundles")
+
+
+def wide(tmp_path, *, ranks=2, rows=512, columns=512, dim=1):
+    """A matrix that is cut over some files, to be put together."""
+    full = np.arange(rows * columns, dtype=np.uint32)
+    stored = store(split((rows, columns), mesh={"tp": ranks}, dim=dim), DTYPES["uint32"], full)
+    job, sizes = job_between(stored, whole_layout((rows, columns)), DTYPES["uint32"])
+    plan = plan_conversion(stored.files, [job], budget_nbytes=8 << 20, workers=1)
+    return write_sources(tmp_path / "source", stored), plan, sizes, full
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_and_columns_take_the_short_way(tmp_path, carried_out, dim):
+    catalog, plan, sizes, full = wide(tmp_path, dim=dim)
+
+    contents, _, read_nbytes, left = run(tmp_path, catalog, plan, sizes)
+
+    assert contents == [full.tobytes()]
+    assert set(carried_out) == {True}
+    assert (read_nbytes, left) == (full.nbytes, 0)
+
+
+def test_steps_that_cast_take_the_long_way(tmp_path, carried_out):
+    full = np.arange(4096, dtype=np.float32).view(np.uint32)
+    stored = store(whole_layout((4096,)), DTYPES["float32"], full)
+    job, sizes = job_between(stored, whole_layout((4096,)), DTYPES["float64"])
+    plan = plan_conversion(stored.files, [job], budget_nbytes=BUDGET, workers=1)
+
+    contents, *_ = run(tmp_path, write_sources(tmp_path / "source", stored), plan, sizes)
+
+    assert contents == [np.arange(4096, dtype=np.float64).tobytes()]
+    assert set(carried_out) == {False}
+
+
+def test_files_in_memory_take_the_long_way():
+    buffers = SimpleNamespace()
+    assert direct_between(MemoryFiles([]), MemoryFiles([]), buffers) is None
+
+
+def test_more_files_than_may_be_open_are_read_one_after_the_other(tmp_path, carried_out):
+    """Who holds one and waits for the next could wait for ever."""
+    catalog, plan, sizes, full = wide(tmp_path, ranks=4)
+
+    contents, *_ = run(tmp_path, catalog, plan, sizes, pool=FilePool(max_open=2))
+
+    assert contents == [full.tobytes()]
+    assert set(carried_out) == {False}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_source_that_ends_early_is_the_error_of_the_step(tmp_path, carried_out, dim):
+    catalog, plan, sizes, _ = wide(tmp_path, dim=dim)
+    path = tmp_path / "source" / "rank1"
+    os.truncate(path, path.stat().st_size - 4)
+
+    with pytest.raises(CorruptError, match=r"rank1: the file ends at byte \d+, yet"):
+        run(tmp_path, catalog, plan, sizes)
+
+    assert carried_out[-1] is False
+
+
+def test_a_full_disk_is_the_error_of_the_step(tmp_path):
+    """In a process of its own, in which files may not get larger than a megabyte."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+
+    assert done.stdout.startswith(f"{tmp_path}/out/0: cannot write "), done.stderr
+    assert "(File too large)" in done.stdout
+    assert "False" in done.stdout
+
+
+FULL = f"""
+import resource, signal, sys
+from pathlib import Path
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+import test_direct as here
+from restride.errors import ExecutionError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+folder = Path(sys.argv[1])
+catalog, plan, sizes, _ = here.wide(folder, rows=1024, columns=1024, dim=0)
+said, real = [], here.Direct.carry_out
+here.Direct.carry_out = lambda *a: said.append(real(*a)) or said[-1]
+create = here.OutputFiles.create
+def limited(*arguments):
+    create(*arguments)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+here.OutputFiles.create = limited
+try:
+    here.run(folder, catalog, plan, sizes)
+except ExecutionError as error:
+    print(error, said)
+"""
