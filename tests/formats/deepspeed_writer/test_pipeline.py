@@ -121,7 +121,7 @@ def test_every_state_is_read_back_bit_for_bit_from_other_ranks_of_one_and_of_all
     [
         ({"pp": 1}, [[TIED, "1.up.weight", "1.down.weight", "3.up.weight", "3.down.weight"]]),
         (
-            {"pp_layers": [0, 3, 5], "pp_tied": HEAD},
+            {"pp_layers": [0, 3, 4], "pp_tied": HEAD},
             [
                 [TIED, "1.up.weight", "1.down.weight"],
                 ["3.up.weight", "3.down.weight"],
@@ -129,15 +129,14 @@ def test_every_state_is_read_back_bit_for_bit_from_other_ranks_of_one_and_of_all
             ],
         ),
         (
-            {"pp_layers": "0,1,3", "pp_tied": HEAD},
+            {"pp_layers": "0,3", "pp_tied": HEAD},
             [
-                [TIED],
-                ["1.up.weight", "1.down.weight"],
+                [TIED, "1.up.weight", "1.down.weight"],
                 [TIED, "3.up.weight", "3.down.weight"],
             ],
         ),
     ],
-    ids=["one", "head", "middle"],
+    ids=["one", "head", "same"],
 )
 def test_a_stage_has_its_layers_and_the_tied_modules_that_they_use(options, groups, tmp_path):
     out = converted(RECORDED / "tied_z1", tmp_path / "out", dp=1, **options)
@@ -146,28 +145,10 @@ def test_a_stage_has_its_layers_and_the_tied_modules_that_they_use(options, grou
     require_same_states(RECORDED / "tied_z1", out)
 
 
-def test_a_group_that_is_empty_on_a_stage_is_not_there_as_the_engine_has_it(tmp_path):
-    """The stage of the head trains no vector."""
-    out = converted(RECORDED / "tied_z1", tmp_path / "out", pp_layers=[0, 3, 5], pp_tied=HEAD, dp=1)
-
-    root: Any = open_torch_zip(
-        out / "step" / "bf16_zero_pp_rank_0_mp_rank_02_optim_states.pt"
-    ).value
-    state = root["optimizer_state_dict"]["base_optimizer_state"]
-    assert [(group["weight_decay"], group["params"]) for group in state["param_groups"]] == [
-        (0.1, [0])
-    ]
-    assert [*state["state"]] == [0]
-    # And read again, it is the same group as that of the other stages.
-    require_same_states(RECORDED / "tied_z1", converted(out, tmp_path / "one", pp=1))
-    again = shapes_of(converted(out, tmp_path / "back", pp_layers=[0, 3], pp_tied=HEAD))
-    assert again == shapes_of(RECORDED / "tied_z1")
-
-
 def test_a_round_trip_over_stages_and_ranks_ends_with_the_same_files(tmp_path):
     first = converted(RECORDED / "tied_z1", tmp_path / "first")
     one = converted(first, tmp_path / "one", pp=1, dp=3)
-    three = converted(one, tmp_path / "three", pp_layers=[0, 1, 4], pp_tied=HEAD, dp=2)
+    three = converted(one, tmp_path / "three", pp_layers=[0, 2, 4], pp_tied=HEAD, dp=2)
     back = converted(three, tmp_path / "back", pp_layers=[0, 3], pp_tied=HEAD, dp=2)
 
     assert tree(back).keys() == tree(first).keys()
@@ -264,6 +245,10 @@ def refused(source: Path, out: Path, *words: str, **options: Any) -> None:
         ({"pp_layers": "uniform:99999999"}, ["no pipeline has 99999999 layers"]),
         ({"pp_layers": "uniform:3", "pp_tied": HEAD}, ["at least 6 layers, 3 are said"]),
         ({"pp": 4, "pp_layers": "uniform", "pp_tied": HEAD}, ["'uniform' has other stages for 6"]),
+        (
+            {"pp_layers": [0, 3, 5], "pp_tied": HEAD},
+            ["stage 2 would train 1 of 2 parameter groups", "waits for ever", "--pp-layers 0,3,6"],
+        ),
         ({"pp_layers": [0, 2, 3], "pp_tied": HEAD}, ["stage 1 of 3 would have no parameter"]),
         ({"pp": 9, "pp_tied": HEAD}, ["'parameters' has other stages for 6 layers than for 15"]),
         ({"pp": 9, "pp_layers": "uniform:9", "pp_tied": HEAD}, ["would have no parameter"]),
@@ -430,9 +415,13 @@ def test_tied_modules_come_in_the_order_of_their_first_use_on_each_stage(tmp_pat
     assert shapes_of(one) == [[[a, b, "2.weight", "3.weight"]]]
 
 
-def grouped(*numbers: int, group: int) -> StageRun:
-    named = {f"{n}.weight": whole((n + 2, 3), 1000 * (n + 1), group) for n in numbers}
-    return stage(named, {n: f"{n}." for n in numbers})
+def grouped(*numbers: int, groups: Mapping[int, int] | None = None) -> StageRun:
+    """A stage of layers with one weight, of BF16_Optimizer: of ZeRO, it would wait for ever."""
+    named = {
+        f"{n}.weight": whole((n + 2, 3), 1000 * (n + 1), (groups or {}).get(n, 0)) for n in numbers
+    }
+    run = ZeroRun(1, 1, named, writer="bf16_optimizer")
+    return StageRun(run, {n: f"{n}." for n in numbers})
 
 
 def set_groups(folder: Path, rates: Mapping[int, list[float]]) -> None:
@@ -449,11 +438,8 @@ def set_groups(folder: Path, rates: Mapping[int, list[float]]) -> None:
 
 
 def test_groups_of_stages_are_told_by_their_settings_where_the_engine_left_some_out(tmp_path):
-    both = stage(
-        {"0.weight": whole((2, 3), 1000, 0), "1.weight": whole((3, 3), 2000, 1)},
-        {0: "0.", 1: "1."},
-    )
-    write_pipeline(tmp_path / "run", [both, grouped(2, group=0), grouped(3, group=0)])
+    both = grouped(0, 1, groups={1: 1})
+    write_pipeline(tmp_path / "run", [both, grouped(2), grouped(3)])
     set_groups(tmp_path / "run", {0: [0.5, 0.25], 1: [0.25], 2: [0.5]})
 
     one = converted(tmp_path / "run", tmp_path / "one", pp=1)
@@ -462,6 +448,15 @@ def test_groups_of_stages_are_told_by_their_settings_where_the_engine_left_some_
     require_same_states(tmp_path / "run", one)
     same = converted(tmp_path / "run", tmp_path / "same", dp=2)
     assert shapes_of(same) == shapes_of(tmp_path / "run")
+    # A group that is empty on a stage is not there, and its number is that of the next one.
+    two = converted(one, tmp_path / "two", pp_layers=[0, 3])
+    assert shapes_of(two) == [[["0.weight"], ["1.weight", "2.weight"]], [["3.weight"]]]
+    (file,) = (two / "step").glob("*_mp_rank_01_optim_states.pt")
+    root: Any = open_torch_zip(file).value
+    state = root["optimizer_state_dict"]["base_optimizer_state"]
+    assert [(group["lr"], group["params"]) for group in state["param_groups"]] == [(0.5, [0])]
+    assert [*state["state"]] == [0]
+    require_same_states(tmp_path / "run", two)
     report = api.convert(tmp_path / "run", tmp_path / "universal", to="universal")
     (told,) = (finding for finding in report.findings if finding.kind == "stage-groups")
     assert told.details == {"stages": [1, 2]}
@@ -469,7 +464,7 @@ def test_groups_of_stages_are_told_by_their_settings_where_the_engine_left_some_
 
 
 def test_groups_whose_order_no_stage_says_are_not_put_together(tmp_path):
-    write_pipeline(tmp_path / "run", [grouped(0, group=0), grouped(1, group=0)])
+    write_pipeline(tmp_path / "run", [grouped(0), grouped(1)])
     set_groups(tmp_path / "run", {0: [0.5], 1: [0.25]})
 
     refused(tmp_path / "run", tmp_path / "out", "in which order an optimizer", pp=1)
@@ -477,11 +472,7 @@ def test_groups_whose_order_no_stage_says_are_not_put_together(tmp_path):
 
 
 def test_groups_with_the_same_settings_are_not_told_apart(tmp_path):
-    both = stage(
-        {"0.weight": whole((2, 3), 1000, 0), "1.weight": whole((3, 3), 2000, 1)},
-        {0: "0.", 1: "1."},
-    )
-    write_pipeline(tmp_path / "run", [both, grouped(2, group=0)])
+    write_pipeline(tmp_path / "run", [grouped(0, 1, groups={1: 1}), grouped(2)])
 
     refused(tmp_path / "run", tmp_path / "out", "have the same settings", pp=1)
 

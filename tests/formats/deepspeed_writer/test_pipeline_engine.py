@@ -102,13 +102,6 @@ def test_two_stages_in_bf16_go_on_in_one(
         (PLAIN, {"pp": 2, "dp": 2}, {"pp": 1, "dp": 3}, {"config": FP32_GRADIENTS}),
         (PLAIN, {"pp": 2, "tp": 2}, {"pp": 1, "tp": 2}, {}),
         (PLAIN, {"pp": 2, "tp": 2}, {"pp": 4, "tp": 1, "pp_layers": "uniform:4"}, {}),
-        (("block", "norm", "norm", "norm"), {"pp": 2}, {"pp": 1}, {"groups": True}),
-        (
-            ("block", "norm", "norm", "norm"),
-            {"pp": 2},
-            {"pp": 4, "pp_layers": "uniform:4"},
-            {"groups": True},
-        ),
         (
             PLAIN,
             {"pp": 2, "dp": 2},
@@ -139,6 +132,29 @@ def test_pipelines_of_every_kind_go_on_as_from_the_peer(
         *(engine, require_saved_again, tmp_path / "source", tmp_path, target),
         job_of(layers, target, method=method, **more),
     )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("target", [{"pp": 1, "dp": 2}, {"pp": 4, "pp_layers": "uniform:4"}])
+def test_stages_go_on_with_the_settings_of_the_groups_that_they_have(
+    engine: Any, tmp_path: Path, target: dict[str, Any]
+) -> None:
+    """From a universal folder, stages of norms would get those of the first group."""
+    layers, more = ("block", "norm", "norm", "norm"), {"groups": True, "config": FP32_GRADIENTS}
+    losses = engine(**job_of(layers, {"pp": 2}, **more), steps=2, more=2, save=tmp_path / "source")
+
+    out = convert(tmp_path / "source", tmp_path / "out", target)
+
+    assert engine(**job_of(layers, target, **more), skip=2, steps=2, load=out) == losses[2:]
+
+
+@pytest.mark.thorough
+def test_the_engine_of_zero_waits_for_ever_where_stages_have_different_groups(engine: Any) -> None:
+    """It is why such files are not written."""
+    job = job_of(("block", "norm", "norm", "norm"), {"pp": 2}, groups=True, config=BF16)
+
+    with pytest.raises(AssertionError, match="timeout"):
+        engine(**job, steps=1, seconds=30)
 
 
 @pytest.mark.thorough

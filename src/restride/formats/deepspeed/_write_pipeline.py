@@ -73,6 +73,7 @@ def write_pipeline(writing: Writing, pipeline: Pipeline) -> list[int]:
         partial(_numels, writing),
         writing.catalog.root,
     )
+    _require_trained(writing, cut)
     sources = len(pipeline.stages)
     for stage in cut.stages:
         own = _of_stage(writing, stage, sources)
@@ -115,6 +116,24 @@ def _require_loaded(writing: Writing) -> None:
             "what it saved itself: it looks for a list of partitions where it saved one",
             where=root,
             remedy="choose --zero 1",
+        )
+
+
+def _require_trained(writing: Writing, cut: CutStages) -> None:
+    """Refuse stages with which an engine would wait for ever.
+
+    ZeRO adds the norm of each group up over the stages (`runtime/zero/stage_1_and_2.py`,
+    `scaled_global_norm`), group by group: a stage with fewer groups comes to fewer of the sums.
+    """
+    counts = [len(stage.groups) for stage in cut.stages]
+    if writing.target.zero and writing.is_lean and len(set(counts)) > 1:
+        fewest = counts.index(min(counts))
+        raise UnsupportedError(
+            f"stage {fewest} would train {counts[fewest]} of {max(counts)} parameter groups, and "
+            "an engine of ZeRO-1 waits for ever where stages have different numbers of them",
+            where=writing.catalog.root,
+            remedy="give first layers with which every stage has all groups, as --pp-layers 0,3,6, "
+            "or fewer stages",
         )
 
 
