@@ -203,7 +203,7 @@ def model_of(rank: int, job: dict[str, Any]) -> Any:
         job.get("heads", HEADS),
         job.get("kv_heads", KV_HEADS),
     )
-    if job["model"] in WITHOUT_PLAN:
+    if job["model"] in WITHOUT_PLAN or job.get("without_plan"):
         hide_plan(model)
     return model
 

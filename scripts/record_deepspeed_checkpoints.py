@@ -11,7 +11,8 @@ fp32; with tensor parallelism there is a file for each of its ranks.
 
 `round_robin_z2` is the exception: there the engine's own view of its fragments is wrong, and the
 reference is that of the same run without the round robin. The experts have no reference: no rank
-of the engine can gather them all. They need transformers as well (seen with 5.24.0).
+of the engine can gather them all; those that are folded into tensor parallelism have one of their
+own, put together from what the ranks say. They need transformers as well (seen with 5.24.0).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "tests" / "data" / "deepspeed"
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
 BF16 = {"bf16": {"enabled": True}}
 FUSED = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+# The plan of transformers 5.24 has what DeepSpeed 0.19.8 does not know; its own preset goes before.
+FOLDED = {"tensor_parallel": {"autotp_size": 2, "preset_model": "mixtral"}}
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}}
 
 # Every run: ranks, and what the model and the configuration have of their own.
@@ -134,6 +137,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "config": {
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
             "tensor_parallel": {"autotp_size": 2},
+        },
+    },
+    "experts_folded_z1": {
+        "ranks": 4,
+        "experts": True,
+        "config": {"zero_optimization": {"stage": 1}, **EXPERTS, **FOLDED},
+    },
+    "experts_folded_z3": {
+        "ranks": 4,
+        "experts": True,
+        "config": {
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            **EXPERTS,
+            **FOLDED,
         },
     },
     "experts_z3": {
@@ -305,6 +322,8 @@ def train(rank: int, variant: dict[str, Any], out: str) -> None:
         engine.step()
     random_state = torch.get_rng_state()[:24].clone()
     engine.save_checkpoint(out, tag="step", client_state={"epoch": 3, "random": random_state})
+    if "tensor_parallel" in config and variant.get("experts"):
+        save_experts(engine, rank, out)
     if not variant.get("experts"):
         stage = config["zero_optimization"]["stage"]
         states = ["momentum_buffer"] if optimizer else ["exp_avg", "exp_avg_sq"]
@@ -327,6 +346,26 @@ def save_reference(
     if rank < tp_size:
         name = f"reference_tp{rank}" if tp_size > 1 else "reference"
         save_file(reference, f"{out}/{name}.safetensors")
+
+
+def save_experts(engine: Any, rank: int, out: str) -> None:
+    """Save the master weights and moments of stacked experts, as the ranks that hold them say."""
+    import torch
+    from deepspeed.utils import groups
+    from safetensors.torch import save_file
+
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    found = gather(engine, ["exp_avg", "exp_avg_sq"])
+    own = {key: value for key, value in found.items() if ".experts.w" in key}
+    place = groups._get_expert_parallel_rank(groups._get_max_expert_size_name())
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, (place, own))
+    if not rank:
+        held = dict(everyone)  # ranks with the same experts say the same
+        whole = {key: torch.cat([held[n][key] for n in sorted(held)]) for key in own}
+        save_file(whole, f"{out}/experts.safetensors")
 
 
 def gather(engine: Any, states: list[str]) -> dict[str, Any]:

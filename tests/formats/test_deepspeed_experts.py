@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
+from restride import api
 from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
 from restride.formats.deepspeed import read_catalog
 from restride.testing.gather import gather_all
 from restride.testing.saved_values import Array, edit_file
 
+FOLDED = Path(__file__).parents[1] / "data" / "deepspeed" / "experts_folded_z1"
 RECORDED = Path(__file__).parents[1] / "data" / "deepspeed" / "experts_z1"
 NAME = "model.layers.0.mlp.experts.w1"
 
@@ -111,15 +114,119 @@ def test_experts_that_nothing_describes_are_refused(saved):
     refused(saved, "no ds_autoep_layers", "AutoEP", error=UnsupportedError)
 
 
-def test_experts_under_tensor_parallelism_are_refused(saved):
-    shutil.copy(model(saved), saved / "step" / "mp_rank_01_model_states.pt")
-    for tp in range(2):
-        edit_file(
-            saved / "step" / f"mp_rank_{tp:02d}_model_states.pt",
-            lambda root: root.update(mp_world_size=2),
-        )
+# AutoEP with AutoTP: expert-parallel ranks fold tensor-parallel ones.
 
-    refused(saved, "2 tensor-parallel ranks", error=UnsupportedError)
+
+@pytest.fixture
+def folded(tmp_path) -> Path:
+    """Four experts on two expert-parallel ranks, which fold two tensor-parallel ones."""
+    shutil.copytree(FOLDED, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("name", ["experts_folded_z1", "experts_folded_z3"])
+def test_folded_experts_are_what_the_ranks_that_hold_them_say(name):
+    catalog = read_catalog(RECORDED.parent / name)
+    states = gather_all(catalog)
+    with safe_open(RECORDED.parent / name / "experts.safetensors", "numpy") as reference:
+        expected = {key: reference.get_tensor(key) for key in reference.keys()}  # noqa: SIM118
+
+    stages = ("fp32", "exp_avg", "exp_avg_sq")
+    weights = ("w1", "w2", "w3")
+    assert {f"{NAME[:-1]}{weight[1]}/{state}" for weight in weights for state in stages} <= {
+        *expected
+    }
+    for key, values in expected.items():
+        if not key.endswith("/weight"):
+            assert np.array_equal(states[key].view(np.float32)[..., 0], values), key
+
+
+def test_folded_experts_are_whole_and_other_weights_are_cut(folded):
+    catalog = read_catalog(folded)
+    layouts = {tensor.name: tensor.layout for tensor in catalog.tensors}
+
+    assert str(catalog.mesh) == "dp=2,tp=2"
+    assert layouts[NAME].mesh.axes == (("ep", 2),)
+    assert layouts["model.layers.0.self_attn.q_proj.weight"].shard_shapes == ((2, (4, 8)),)
+
+
+def copied(folder: Path, number: int) -> Path:
+    """The file of an expert once more, of the other tensor-parallel rank."""
+    name = f"layer_0_expert_{number}_mp_rank_0{{}}_model_states.pt"
+    rank = number // 2
+    return shutil.copy(folder / "step" / name.format(rank), folder / "step" / name.format(1 - rank))
+
+
+def test_every_copy_of_an_expert_is_compared(folded):
+    """With more tensor-parallel ranks than expert-parallel ones, several write the same."""
+    files = [copied(folded, number) for number in range(4)]
+    tensor = next(t for t in read_catalog(folded).tensors if t.name == NAME)
+    same = [f for f in api.check(folded).findings if f.severity == "error"]
+    edit_file(
+        files[3], lambda root: root.update({f"{NAME}.3": Array("bfloat16", (8, 8), bytes(128))})
+    )
+
+    drifted = [f for f in api.check(folded).findings if f.severity == "error"]
+
+    assert tensor.states["weight"].layout.mesh.axes == (("copy", 2), ("expert", 4))
+    assert not same
+    assert NAME in drifted[0].message
+
+
+def test_an_expert_with_more_files_than_another(folded):
+    copied(folded, 3)
+
+    refused(folded, f"'{NAME}.3' is in 2 files", f"'{NAME}.0' in 1")
+
+
+def both(folder: Path, change) -> None:
+    for tp in range(2):
+        edit_file(folder / "step" / f"mp_rank_{tp:02d}_model_states.pt", change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (
+            lambda root: root.__delitem__("folding"),
+            UnsupportedError,
+            "and no 'folding': nothing says",
+        ),
+        (
+            lambda root: root["folding"].update(version=2),
+            UnsupportedError,
+            "is of version 2, with 1 ranks",
+        ),
+        (
+            lambda root: root["folding"].update(etp_size=2),
+            UnsupportedError,
+            "with 2 ranks that cut each expert",
+        ),
+        (
+            lambda root: root["folding"].update(tp_size=4),
+            CorruptError,
+            "is of 4 tensor-parallel ranks, there are 2",
+        ),
+        (
+            lambda root: root["param_shapes"][1].clear(),
+            CorruptError,
+            "param_shapes",
+        ),
+    ],
+)
+def test_a_fold_that_is_not_understood(folded, change, error, words):
+    both(folded, change)
+
+    refused(folded, words, error=error)
+
+
+def test_tensor_parallel_ranks_with_different_experts(folded):
+    edit_file(
+        folded / "step" / "mp_rank_01_model_states.pt",
+        lambda root: root["param_shapes"][1].__delitem__(NAME),
+    )
+
+    refused(folded, "has other experts than step/mp_rank_00_model_states.pt")
 
 
 def place(experts, **more):

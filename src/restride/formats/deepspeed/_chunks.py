@@ -22,6 +22,7 @@ from restride.formats.deepspeed._partitions import (
     Holding,
     Partitions,
     files_of,
+    files_of_all,
     find_uncut,
 )
 
@@ -122,32 +123,33 @@ class _Reader:
         model = self._run.models[tp]
         files, shapes = files_of(self._run, model, "sub-groups")
         for number, members in enumerate(shapes):
-            self._read_sub_group(model, files, number, members)
+            if not self._ranks.are_experts(members):
+                self._read_sub_group(model, files, number, members)
+            elif not tp:
+                everyone = files_of_all(self._run, members, number)
+                self._read_sub_group(model, everyone, number, members)
         if not tp and files:
             self._found.members.extend(_by_parent(next(iter(files.values())), shapes))
 
     def _read_sub_group(
         self, model: ModelFile, files: Mapping[int, ZeroFile], number: int, members: Shapes
     ) -> None:
-        run = self._run
         cutters = self._ranks.cutters(members, f"{model.root.where}: param_shapes[{number}]")
-        groups = {dp: zero.groups[number] for dp, zero in files.items()}
-        self._found.add_group(
-            members, {run.rank(dp, model.tp): group for dp, group in groups.items()}
-        )
+        groups = {rank: zero.groups[number] for rank, zero in files.items()}
+        self._found.add_group(members, groups)
         for cutter in range(cutters):
             held = self._ranks.held(members, cutter)
-            ranks = self._ranks.by_partition(cutter, cutters)
+            ranks = self._ranks.by_partition(members, cutter, cutters, model.tp)
             end = sum(-(-prod(shape) // len(ranks)) for shape in held.values())
-            for dp in ranks:
-                self._compare_model(model, dp, number, held)
-                if dp in groups:
-                    self._check(groups[dp], ranks, end, len(held))
+            for rank in ranks:
+                self._compare_model(model, rank, number, held)
+                if rank in groups:
+                    self._check(groups[rank], ranks, end, len(held))
             self._hold(held, ranks, groups, cutter, model.tp)
 
-    def _compare_model(self, first: ModelFile, dp: int, number: int, held: Shapes) -> None:
+    def _compare_model(self, first: ModelFile, rank: int, number: int, held: Shapes) -> None:
         """Every rank says the shapes of its parameters again."""
-        model = self._run.partitioned.get((dp, first.tp))
+        model = self._run.partitioned.get(divmod(rank, self._run.tp_size))
         if model is None:
             return
         said = model.param_shapes or ()
@@ -198,12 +200,12 @@ class _Reader:
             )
             cut.holdings += [
                 Holding(
-                    self._run.rank(dp, tp),
+                    rank,
                     self._ranks.cutter(name, cutter, tp),
                     _chunk(partition, width, numel, base),
-                    groups.get(dp),
+                    groups.get(rank),
                 )
-                for partition, dp in enumerate(ranks)
+                for partition, rank in enumerate(ranks)
                 if width
             ]
             base += width

@@ -6,7 +6,8 @@ themselves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import chain
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import StoredTensor
@@ -20,7 +21,7 @@ from restride.formats.deepspeed._native_experts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._run import Run
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["Expert", "ExpertFiles", "open_experts"]
 
 Expert: TypeAlias = ExpertParameter | NativeExpert
+
+_FOLDING: Final = "folding"
+_FOLDING_VERSION: Final = 1
 
 
 def open_experts(run: Run) -> tuple[dict[str, Expert], ExpertFiles]:
@@ -47,16 +51,19 @@ def open_experts(run: Run) -> tuple[dict[str, Expert], ExpertFiles]:
     root = run.models[0].root
     layers = root.get("ds_autoep_layers") or root.get("autoep_layers")
     opened = _opened(run)
+    if opened or layers:
+        _check_folding(run, root)
     experts: dict[str, Expert] = {**read_experts(layers)}
     if opened and not experts:
-        if not is_native(opened) or root.get("num_experts") is None:
+        first = {place: contents[0] for place, contents in opened.items()}
+        if not is_native(first) or root.get("num_experts") is None:
             raise UnsupportedError(
                 f"has {run.folder.experts[0].name} and no ds_autoep_layers, and the names in it "
                 "are not those of DeepSpeed's own MoE layer: nothing says what experts these are",
                 where=str(run.folder.path),
                 remedy="checkpoints of AutoEP and of deepspeed.moe.layer.MoE can be read",
             )
-        experts |= native_experts(run, opened, _rank_count(run))
+        experts |= native_experts(run, first, _rank_count(run))
     return experts, ExpertFiles(run, experts, opened)
 
 
@@ -76,11 +83,11 @@ class ExpertFiles:
         self,
         run: Run,
         experts: Mapping[str, Expert],
-        opened: Mapping[tuple[int, int], Field],
+        opened: Mapping[tuple[int, int], Sequence[Field]],
     ) -> None:
         self._run = run
-        self._weights: dict[str, StoredTensor] = {}
         self.extras: dict[str, dict[str, Field]] = {}
+        self._copies: dict[str, list[StoredTensor]] = {}
         wanted = {
             name
             for expert in experts.values()
@@ -90,16 +97,36 @@ class ExpertFiles:
                 else [f"{expert.name}.{number}" for number in range(expert.expert_count)]
             )
         }
-        for content in opened.values():
+        for content in chain.from_iterable(opened.values()):
             for key, entry in content.items():
                 if key in wanted and isinstance(entry.value, StoredTensor):
-                    self._weights[key] = entry.value
-                else:
+                    self._copies.setdefault(key, []).append(entry.value)
+                elif key != _FOLDING:  # the ranks that wrote the file
                     self.extras.setdefault(content.where, {})[key] = entry
+        self._weights = {key: copies[0] for key, copies in self._copies.items()}
 
     def weight(self, name: str) -> StoredTensor | None:
         """Return a tensor of one expert, such as ``...experts.w1.7``, or None."""
         return self._weights.get(name)
+
+    def copies(self, expert: ExpertParameter) -> list[list[StoredTensor]]:
+        """Return every copy of a stack: tensor-parallel ranks write files of the same experts.
+
+        Raises:
+            CorruptError: An expert has more files than another one.
+        """
+        names = [f"{expert.name}.{number}" for number in range(expert.expert_count)]
+        counts: dict[int, str] = {}
+        for name in names:
+            counts.setdefault(len(self._copies[name]), name)
+        if len(counts) > 1:
+            raise CorruptError(
+                f"{counts[max(counts)]!r} is in {max(counts)} files, "
+                f"{counts[min(counts)]!r} in {min(counts)}",
+                where=str(self._run.folder.path),
+                remedy="put all files of one save into the folder",
+            )
+        return [[self._copies[name][copy] for name in names] for copy in range(max(counts))]
 
     def weights(self, expert: Expert) -> list[StoredTensor] | None:
         """Return the weight of each expert of a stack in order, or None where some are missing."""
@@ -126,16 +153,53 @@ class ExpertFiles:
         return None
 
 
-def _opened(run: Run) -> dict[tuple[int, int], Field]:
-    opened: dict[tuple[int, int], Field] = {}
+def _opened(run: Run) -> dict[tuple[int, int], list[Field]]:
+    """The files of each expert; only tensor-parallel ranks may write several."""
+    opened: dict[tuple[int, int], list[Field]] = {}
     for file in run.folder.experts:
-        if (file.layer, file.expert) in opened:
+        known = opened.setdefault((file.layer, file.expert), [])
+        if known and run.tp_size == 1:
             raise CorruptError(
                 f"layer {file.layer}, expert {file.expert} has two files, one is {file.name}",
                 where=str(run.folder.path),
             )
-        opened[file.layer, file.expert] = run.files.open(file.name)
+        known.append(run.files.open(file.name))
     return opened
+
+
+def _check_folding(run: Run, root: Field) -> None:
+    """Expert-parallel ranks may fold tensor-parallel ones where the files say how.
+
+    They are neighbours among all ranks then, and none of them cuts an expert (deepspeed 0.19.8
+    `module_inject/auto_ep_folding.py`, `runtime/engine.py`, `_make_autoep_folding_metadata`).
+
+    Raises:
+        CorruptError: It is said of other ranks.
+        UnsupportedError: Nothing says it, or in a way that is not understood.
+    """
+    if run.tp_size == 1:
+        return
+    stored = root.get(_FOLDING)
+    if stored is None:
+        raise UnsupportedError(
+            f"has experts on {run.tp_size} tensor-parallel ranks, and no {_FOLDING!r}: nothing "
+            "says which of them hold which",
+            where=str(run.folder.path),
+            remedy="checkpoints of AutoEP with AutoTP, and those without tensor parallelism can "
+            "be read",
+        )
+    version, cut = stored.at("version").integer(), stored.at("etp_size").integer(at_least=1)
+    if version != _FOLDING_VERSION or cut != 1:
+        raise UnsupportedError(
+            f"is of version {version}, with {cut} ranks that cut each expert; version "
+            f"{_FOLDING_VERSION} is understood, with whole experts",
+            where=stored.where,
+        )
+    said = stored.at("tp_size").integer()
+    if said != run.tp_size:
+        raise CorruptError(
+            f"is of {said} tensor-parallel ranks, there are {run.tp_size}", where=stored.where
+        )
 
 
 def _rank_count(run: Run) -> int | None:

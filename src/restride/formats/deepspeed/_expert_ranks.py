@@ -1,4 +1,4 @@
-"""Which data-parallel ranks hold which part of a parameter group: experts are not everywhere."""
+"""Which ranks hold which part of a parameter group: experts are not everywhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from restride.errors import CorruptError
 from restride.formats.deepspeed._settings import is_enabled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from restride.algebra.layout import Shape
     from restride.formats.deepspeed._expert_files import Expert
@@ -20,10 +20,13 @@ __all__ = ["ExpertRanks"]
 
 
 class ExpertRanks:
-    """Data-parallel ranks as (cutter, partition): whose shard, and which partition of it.
+    """Ranks on the mesh ``dp, tp`` as (cutter, partition): whose shard, which partition of it.
 
-    Dense parameters have one cutter, and all data-parallel ranks partition its shard. Experts have
-    one cutter for each expert-parallel rank, and the ranks with the same experts partition theirs.
+    Dense parameters have one cutter on each tensor-parallel rank, whose data-parallel ranks
+    partition its shard. Experts have one cutter for each expert-parallel rank, and the ranks with
+    the same experts partition theirs. Expert-parallel ranks are neighbours among all ranks: they
+    fold tensor-parallel ones, none of which cuts an expert (deepspeed 0.19.8
+    `module_inject/auto_ep_folding.py`, `expected_folding_group_tables`).
 
     Args:
         run: The files.
@@ -33,6 +36,7 @@ class ExpertRanks:
     def __init__(self, run: Run, experts: Mapping[str, Expert]) -> None:
         self._run = run
         self._experts = experts
+        self._world = run.dp_size * run.tp_size
         config = run.models[0].root.get("ds_config")
         stored = config.get("use_data_before_expert_parallelism") if config else None
         self._is_data_first = is_enabled(stored)
@@ -50,24 +54,37 @@ class ExpertRanks:
         if len(counts) > 1:
             raise CorruptError("a parameter group mixes experts with other parameters", where=where)
         cutters = counts.pop() if counts else 1
-        if self._run.dp_size % cutters:
+        if self._world % cutters:
             raise CorruptError(
-                f"{self._run.dp_size} data-parallel ranks do not hold {cutters} expert-parallel "
-                "ones",
-                where=where,
+                f"{self._world} ranks do not hold {cutters} expert-parallel ones", where=where
             )
         return cutters
 
-    def by_partition(self, cutter: int, cutters: int) -> list[int]:
-        """List the data-parallel ranks of a cutter in the order of their partitions.
+    def are_experts(self, members: Iterable[str]) -> bool:
+        """Whether a group is one of experts, by its first member."""
+        return next(iter(members), None) in self._experts
+
+    def partition_count(self, members: Sequence[str], where: str) -> int:
+        """Count the ranks that share the shard of a cutter.
+
+        Raises:
+            CorruptError: As for `cutters`.
+        """
+        cutters = self.cutters(members, where)
+        return (self._world if self.are_experts(members) else self._run.dp_size) // cutters
+
+    def by_partition(self, members: Iterable[str], cutter: int, cutters: int, tp: int) -> list[int]:
+        """List the ranks of a cutter in the order of their partitions.
 
         Neighbouring ranks hold different experts, unless the run was told to put data parallelism
         first (deepspeed 0.19.8 `utils/groups.py`).
         """
-        count = self._run.dp_size // cutters
+        if not self.are_experts(members):
+            return [self._run.rank(dp, tp) for dp in range(self._run.dp_size)]
+        count = self._world // cutters
         if self._is_data_first:
             return list(range(cutter * count, (cutter + 1) * count))
-        return list(range(cutter, self._run.dp_size, cutters))
+        return list(range(cutter, self._world, cutters))
 
     def held(self, members: Shapes, cutter: int) -> dict[str, Shape]:
         """Shapes of the shards that a cutter has of a group, by the names of the first one."""
@@ -113,4 +130,4 @@ class ExpertRanks:
         if name not in self._experts:
             return 1, self._run.tp_size
         ranks = self._experts[name].rank_count
-        return (self._run.dp_size // ranks, 1) if self._is_data_first else (1, ranks)
+        return (self._world // ranks, 1) if self._is_data_first else (1, ranks)

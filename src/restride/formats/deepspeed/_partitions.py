@@ -28,7 +28,15 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._optimizer import Group, ZeroFile
     from restride.formats.deepspeed._run import Run
 
-__all__ = ["FlatCut", "Holding", "Partitions", "files_of", "find_uncut", "read_partitions"]
+__all__ = [
+    "FlatCut",
+    "Holding",
+    "Partitions",
+    "files_of",
+    "files_of_all",
+    "find_uncut",
+    "read_partitions",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +104,7 @@ class Partitions:
 
 
 def files_of(run: Run, model: ModelFile, noun: str) -> tuple[dict[int, ZeroFile], Sequence[Shapes]]:
-    """Return the optimizer files of one tensor-parallel rank, and the shapes of their groups.
+    """Return the optimizer files of one tensor-parallel rank by rank, and the shapes of groups.
 
     Args:
         run: The files.
@@ -107,7 +115,9 @@ def files_of(run: Run, model: ModelFile, noun: str) -> tuple[dict[int, ZeroFile]
         CorruptError: The model file has no shapes, or counts other groups than an optimizer file.
     """
     tp, shapes = model.tp, model.param_shapes
-    files = {dp: run.zeros[dp, tp] for dp in range(run.dp_size) if (dp, tp) in run.zeros}
+    files = {
+        run.rank(dp, tp): run.zeros[dp, tp] for dp in range(run.dp_size) if (dp, tp) in run.zeros
+    }
     if shapes is None:
         raise CorruptError(
             "has no param_shapes, yet there are optimizer files", where=model.root.where
@@ -119,6 +129,30 @@ def files_of(run: Run, model: ModelFile, noun: str) -> tuple[dict[int, ZeroFile]
                 where=f"{zero.name} ({zero.rank_name})",
             )
     return files, shapes
+
+
+def files_of_all(run: Run, members: Shapes, number: int) -> dict[int, ZeroFile]:
+    """Return the optimizer files of all ranks by rank, which a group of experts is in.
+
+    Args:
+        run: The files.
+        members: The group, as the first tensor-parallel rank has it.
+        number: Its number.
+
+    Raises:
+        CorruptError: Another tensor-parallel rank has other experts, or counts other groups.
+    """
+    found: dict[int, ZeroFile] = {}
+    for model in run.models:
+        files, shapes = files_of(run, model, "parameter groups")
+        own = shapes[number] if number < len(shapes) else {}
+        if list(own.items()) != list(members.items()):
+            raise CorruptError(
+                f"has other experts than {run.models[0].name}",
+                where=f"{model.root.where}: param_shapes[{number}]",
+            )
+        found |= files
+    return found
 
 
 def read_partitions(run: Run, experts: Mapping[str, Expert]) -> Partitions:
@@ -171,36 +205,34 @@ class _Reader:
         self.is_reordered = False
 
     def read(self, tp: int) -> None:
-        """Read the files of one tensor-parallel rank."""
+        """Read the files of one tensor-parallel rank; with the first one, those of experts."""
         model = self._run.models[tp]
         files, shapes = files_of(self._run, model, "parameter groups")
         for number, members in enumerate(shapes):
-            self._read_group(model, files, number, members)
+            if not self._ranks.are_experts(members):
+                self._read_group(model, files, number, members)
+            elif not tp:
+                self._read_group(model, files_of_all(self._run, members, number), number, members)
             if not tp:
                 self._found.members.append(self._ranks.full_names(members))
 
     def _read_group(
         self, model: ModelFile, files: Mapping[int, ZeroFile], number: int, members: Shapes
     ) -> None:
-        run = self._run
         cutters = self._ranks.cutters(members, f"{model.root.where}: param_shapes[{number}]")
-        count = run.dp_size // cutters
-        groups = {dp: zero.groups[number] for dp, zero in files.items()}
+        groups = {rank: zero.groups[number] for rank, zero in files.items()}
         width = _agreed_width(groups)
         for cutter in range(cutters if groups else 0):
             slots = self._slots(self._ranks.held(members, cutter), groups)
-            by_partition = self._ranks.by_partition(cutter, cutters)
-            for partition, dp in enumerate(by_partition):
-                if dp in files:
-                    self._check(files[dp], number, slots, partition, count)
+            by_partition = self._ranks.by_partition(members, cutter, cutters, model.tp)
+            for partition, rank in enumerate(by_partition):
+                if rank in files:
+                    self._check(files[rank], number, slots, partition, len(by_partition))
             slots = self._full(slots, cutter)
             if self._keeps_whole(number):
                 self._take_momentum(slots, width, by_partition, groups, cutter, model.tp, number)
             self._hold(slots, width, by_partition, groups, cutter, model.tp)
-        self._found.add_group(
-            self._ranks.full_names(members),
-            {run.rank(dp, model.tp): group for dp, group in groups.items()},
-        )
+        self._found.add_group(self._ranks.full_names(members), groups)
 
     def _slots(self, held: Shapes, groups: Mapping[int, Group]) -> tuple[Slot, ...]:
         first = next(iter(groups.values()))
@@ -240,15 +272,9 @@ class _Reader:
         for slot in slots:
             holdings = self._cut(slot.name).holdings
             for fragment in fragments_of(slot, width):
-                dp = by_partition[fragment.partition]
-                holdings.append(
-                    Holding(
-                        self._run.rank(dp, tp),
-                        self._ranks.cutter(slot.name, cutter, tp),
-                        fragment,
-                        groups.get(dp),
-                    )
-                )
+                rank = by_partition[fragment.partition]
+                own = self._ranks.cutter(slot.name, cutter, tp)
+                holdings.append(Holding(rank, own, fragment, groups.get(rank)))
 
     def _keeps_whole(self, number: int) -> bool:
         """Whether the momentum of a group is kept whole: on all ranks, or on none.
@@ -278,16 +304,18 @@ class _Reader:
     ) -> Iterator[tuple[dict[int, Group], tuple[Slot, ...], int]]:
         """Yield the partitions of each buffer of a group on one tensor-parallel rank."""
         files, shapes = files_of(self._run, model, "parameter groups")
-        groups = {dp: zero.groups[number] for dp, zero in files.items()}
-        if not groups or number >= len(shapes):
+        if not files or number >= len(shapes):
             return
+        if self._ranks.are_experts(shapes[number]):
+            files = files_of_all(self._run, shapes[number], number)
+        groups = {rank: zero.groups[number] for rank, zero in files.items()}
         width = _agreed_width(groups)
         cutters = self._ranks.cutters(shapes[number], model.root.where)
         for cutter in range(cutters):
             slots = self._slots(self._ranks.held(shapes[number], cutter), groups)
             slots = self._full(slots, cutter)
-            by_partition = self._ranks.by_partition(cutter, cutters)
-            yield {n: groups[dp] for n, dp in enumerate(by_partition) if dp in groups}, slots, width
+            ranks = self._ranks.by_partition(shapes[number], cutter, cutters, model.tp)
+            yield {n: groups[rank] for n, rank in enumerate(ranks) if rank in groups}, slots, width
 
     def _take_momentum(
         self,
@@ -301,16 +329,17 @@ class _Reader:
     ) -> None:
         """Hold what Muon keeps whole apart from the partitions; `groups` lose it."""
         taken = {
-            partition: take_momentum(groups[dp])
-            for partition, dp in enumerate(by_partition)
-            if dp in groups
+            partition: take_momentum(groups[rank])
+            for partition, rank in enumerate(by_partition)
+            if rank in groups
         }
         for partition, found in taken.items():
-            dp = by_partition[partition]
-            groups[dp] = found.group
-            zero = self._run.zeros[dp, tp]
+            rank = by_partition[partition]
+            groups[rank] = found.group
+            place = divmod(rank, self._run.tp_size)
+            zero = self._run.zeros[place]
             changed = (*zero.groups[:number], found.group, *zero.groups[number + 1 :])
-            self._run.zeros[dp, tp] = replace(zero, groups=changed)
+            self._run.zeros[place] = replace(zero, groups=changed)
         for slot in slots:
             whole = self._found.whole.setdefault(
                 slot.name, FlatCut(*self._ranks.strides(slot.name))
@@ -319,7 +348,7 @@ class _Reader:
                 held = taken.get(fragment.partition)
                 whole.holdings.append(
                     Holding(
-                        self._run.rank(by_partition[fragment.partition], tp),
+                        by_partition[fragment.partition],
                         self._ranks.cutter(slot.name, cutter, tp),
                         fragment,
                         held.momentum if held else None,

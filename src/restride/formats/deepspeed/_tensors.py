@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -277,10 +278,12 @@ class _Reader:
                         f"has shape {tensor.shape}, the other experts have {shape}",
                         where=f"{tensor.storage.file}: {where}",
                     )
-            by_file = experts_layout(
-                layout.full_shape, mesh=Mesh((("expert", expert.expert_count),))
-            )
-            states["weight"] = stored_state(by_file, shards, run.files, where)
+            copies = self._expert_files.copies(expert)
+            mesh = Mesh((("copy", len(copies)), ("expert", expert.expert_count)))
+            if len(copies) == 1:
+                mesh = Mesh((("expert", expert.expert_count),))
+            by_file = experts_layout(layout.full_shape, mesh=mesh, axis="expert")
+            states["weight"] = stored_state(by_file, [*chain(*copies)], run.files, where)
         states |= self._optimizer_states(expert.name, layout)
         return TensorEntry(
             expert.name,

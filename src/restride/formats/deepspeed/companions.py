@@ -81,8 +81,7 @@ def read_companions(run: Run, catalog: Catalog, training: Training) -> Companion
         CorruptError: What they say does not fit the shapes.
     """
     first = run.models[0]
-    layers = first.root.get("ds_autoep_layers") or first.root.get("autoep_layers")
-    experts = read_experts(layers)
+    experts = _experts(first)
     marks = _Marks(first, experts)
     trained = {name for group in training.groups for name in group.names}
     shapes = {
@@ -108,7 +107,7 @@ def described_shapes(run: Run, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         FormatError: The model files describe parameters in another way than they must.
         CorruptError: What they say does not fit the shapes.
     """
-    return dict(_Marks(run.models[0], {}).shapes(shapes))
+    return dict(_Marks(run.models[0], _experts(run.models[0])).shapes(shapes))
 
 
 def read_geometry(state: Field, dp_size: int) -> dict[str, Value]:
@@ -127,6 +126,10 @@ def read_geometry(state: Field, dp_size: int) -> dict[str, Value]:
         if stored is not None and stored.is_sequence:
             found[key] = [number] * len(stored.elements())
     return found
+
+
+def _experts(model: ModelFile) -> dict[str, ExpertParameter]:
+    return read_experts(model.root.get("ds_autoep_layers") or model.root.get("autoep_layers"))
 
 
 class _Marks:
@@ -198,6 +201,8 @@ class _Marks:
     def shapes(self, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
         """Shapes of parameters that are described in dimensions of their own."""
         for name, shape in shapes.items():
+            if name in self._experts:  # mapped as what one rank has of the stack
+                continue
             maps, parts = self._maps.find(name), self._parts.find(name)
             if maps:
                 logical = maps[0][1].at("logical_shape")

@@ -226,8 +226,8 @@ class ModelCopies:
 
     def _dealt_out(self, members: Mapping[str, Shape]) -> list[str]:
         ranks = ExpertRanks(self._run, self._experts)
-        cutters = ranks.cutters(members, self._run.models[0].name)
-        return round_robin_order([*members], self._run.dp_size // cutters)
+        count = ranks.partition_count([*members], self._run.models[0].name)
+        return round_robin_order([*members], count)
 
     def _shard_shape(self, tensor: TensorEntry, tp: int) -> Shape:
         """Of experts, the file speaks for the first expert-parallel rank."""

@@ -87,7 +87,7 @@ class ModelFiles:
             CorruptError: It mixes experts with other parameters.
         """
         ranks = ExpertRanks(self.run, self.experts)
-        return self.run.dp_size // ranks.cutters(members, self.run.models[0].name)
+        return ranks.partition_count(members, self.run.models[0].name)
 
 
 def read_model_files(folder: Path, below: str, opened: TorchFiles) -> ModelFiles | None:

@@ -90,12 +90,6 @@ def _experts(run: Run) -> tuple[dict[str, Expert], ExpertFiles]:
             where=str(run.folder.path),
             remedy="checkpoints with experts and without pipeline stages can be read",
         )
-    if has_experts and run.tp_size > 1:
-        raise UnsupportedError(
-            f"folds expert parallelism into {run.tp_size} tensor-parallel ranks",
-            where=str(run.folder.path),
-            remedy="checkpoints with experts and without tensor parallelism can be read",
-        )
     return open_experts(run)
 
 
