@@ -104,6 +104,7 @@ def convert(
     pp: int | None = None,
     pp_layers: str | Sequence[int] | None = None,
     pp_tied: Mapping[str, Sequence[int]] | None = None,
+    hyperparameters: str | PathLike[str] | None = None,
     budget_nbytes: int | None = None,
     workers: int | None = None,
     replicas: Saying = DEFAULT,
@@ -166,6 +167,9 @@ def convert(
             layers where that matters, as ``"uniform:9"``.
         pp_tied: For the key of a tied module all layers that use it, such as ``{"embed": [0, 8]}``,
             where the source does not tell.
+        hyperparameters: A JSON file with the settings of the parameter groups, a list of one object
+            for each, where DeepSpeed's `elastic_checkpoint` left them out of the source. Without it
+            what can be written is what an engine loads that keeps its own.
         budget_nbytes: Most memory for plan and buffers. Default: 512 MiB, or a quarter of what
             the cgroup allows where that is less.
         workers: Threads. Default: one for each core that this process may use, up to four.
@@ -214,6 +218,7 @@ def convert(
         pp=pp,
         pp_layers=pp_layers,
         pp_tied=pp_tied,
+        hyperparameters=hyperparameters,
     )
     number, count = _require_process(process, executor, parts)
     if not wait_seconds >= 0:
@@ -372,8 +377,8 @@ def _run_part(order: _PartOrder) -> None:
 def _submit(executor: PartExecutor, order: _PartOrder, first: Record) -> Mapping[int, Started]:
     """Give all parts to an executor. It may run them in another folder."""
     wanted = order.wanted
-    paths = (order.path, order.out, wanted.config, wanted.rules)
-    path, out, config, rules = (
+    paths = (order.path, order.out, wanted.config, wanted.rules, wanted.hyperparameters)
+    path, out, config, rules, hyperparameters = (
         os.path.abspath(path) if path else path  # noqa: PTH100 - links are not followed
         for path in paths
     )
@@ -381,7 +386,7 @@ def _submit(executor: PartExecutor, order: _PartOrder, first: Record) -> Mapping
         order,
         path=str(path),
         out=str(out),
-        wanted=replace(wanted, config=config, rules=rules),
+        wanted=replace(wanted, config=config, rules=rules, hyperparameters=hyperparameters),
         said={"options": first["options"]},
     )
     return {

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final
 
+from restride.checkpoint.hyperparameters import with_hyperparameters
 from restride.checkpoint.optimizer_scale import follow_scales
 from restride.checkpoint.output import Output, OutputFile
 from restride.checkpoint.selection import Export, cast_target, select_optimizer, select_weights
 from restride.errors import UnsupportedError
 from restride.formats._registry import open_training
+from restride.storage.model_files import read_hyperparameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,6 +47,8 @@ class Wanted:
         config, rules, plan, grain: What says how its tensor-parallel ranks cut: see `Cut`.
         optimizer_transform: Whether moments follow the scale of their parameter, with the learning
             rate and epsilon of their group.
+        hyperparameters: A file with the settings of the parameter groups, where the source left
+            them out.
     """
 
     to: Target
@@ -64,16 +68,17 @@ class Wanted:
     pp: int | None = None
     pp_layers: str | Sequence[int] | None = None
     pp_tied: Mapping[str, Sequence[int]] | None = None
+    hyperparameters: str | PathLike[str] | None = None
 
 
 _PARTITIONED: Final = 3
 _TAKEN: Final = {
     "safetensors": {"states", "dtype", "max_shard_nbytes"},
-    "universal": {"stage", "optimizer_transform"},
+    "universal": {"stage", "optimizer_transform", "hyperparameters"},
     "deepspeed": {
         *("tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"),
         *("pp", "pp_layers", "pp_tied"),
-        "optimizer_transform",
+        *("optimizer_transform", "hyperparameters"),
     },
 }
 
@@ -155,9 +160,10 @@ def _lay_out_universal(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
             f"there is no universal folder for ZeRO-{stage}", remedy="choose 1, 2 or 3"
         )
     is_partitioned = stage == _PARTITIONED if stage else catalog.format.endswith("zero-3")
-    training, followed = _followed(open_training(catalog, opened), catalog, wanted, {})
+    training, given = _trained(catalog, wanted, opened)
+    training, followed = _followed(training, catalog, wanted, {})
     written = lay_out(catalog, training, is_partitioned=is_partitioned, opened=opened)
-    return Export(written.output, written.sources, (*followed, *written.findings))
+    return Export(written.output, written.sources, (*given, *followed, *written.findings))
 
 
 def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | None) -> Export:
@@ -169,7 +175,7 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
     from restride.targets import Cut, find_cut  # noqa: PLC0415 - with the catalogue of families
 
     stages = read_stage_cut(wanted.pp_layers, wanted.pp_tied)
-    training = open_training(catalog, opened)
+    training, given = _trained(catalog, wanted, opened)
     target = DeepSpeedTarget(
         tp=_size(catalog, wanted.tp, "tp"),
         dp=_size(catalog, wanted.dp, "dp"),
@@ -181,8 +187,20 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
     cut = find_cut(catalog, Cut(target.tp, wanted.config, wanted.rules, wanted.plan, wanted.grain))
     training, followed = _followed(training, catalog, wanted, cut.layouts)
     written = lay_out(catalog, training, target, cut.layouts)
-    findings = (*cut.findings, *followed, *written.findings)
+    findings = (*cut.findings, *given, *followed, *written.findings)
     return Export(written.output, written.sources, findings)
+
+
+def _trained(
+    catalog: Catalog, wanted: Wanted, opened: TorchFiles | None
+) -> tuple[Training, tuple[Finding, ...]]:
+    """The training of the source, with the settings that the user gives where it has none."""
+    training = open_training(catalog, opened)
+    if wanted.hyperparameters is None:
+        return training, ()
+    given = read_hyperparameters(wanted.hyperparameters)
+    training, note = with_hyperparameters(training, given, str(wanted.hyperparameters))
+    return training, (note,)
 
 
 def _followed(

@@ -56,7 +56,7 @@ class _Convert(SectionedCommand):
     sections: ClassVar = {
         "What is written": (
             *("to", "states", "dtype", "max_shard_size", "stage", "replicas"),
-            "optimizer_transform",
+            *("optimizer_transform", "hyperparameters"),
         ),
         "For which ranks (--to deepspeed)": (
             *("tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"),
@@ -108,6 +108,12 @@ class _Convert(SectionedCommand):
     is_flag=True,
     help="Where a parameter is stored scaled, let its moments follow, and the learning rate and "
     "epsilon of its group with them. Default: refuse.",
+)
+@click.option(
+    "--hyperparameters",
+    metavar="FILE",
+    help="For a CHECKPOINT that elastic_checkpoint left without: JSON with the param_groups of the "
+    "optimizer. Default: the engine that resumes keeps its own.",
 )
 @click.option(
     "--states",
@@ -209,6 +215,7 @@ def command(
     pp_layers: str | None,
     pp_tied: dict[str, tuple[int, ...]] | None,
     optimizer_transform: bool,
+    hyperparameters: str | None,
     memory: int,
     replicas: tuple[tuple[str, str], ...],
     workers: int | None,
@@ -247,6 +254,7 @@ def command(
         pp=pp,
         pp_layers=pp_layers,
         pp_tied=pp_tied,
+        hyperparameters=hyperparameters,
     )
     this = _this(process, executor)
     if dry_run:

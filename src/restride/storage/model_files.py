@@ -1,8 +1,9 @@
-"""Two small files that a user has beside a checkpoint: the model's ``config.json``, and rules."""
+"""Small files that a user has beside a checkpoint: the model's ``config.json``, rules, settings."""
 
 from __future__ import annotations
 
 import os
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -15,12 +16,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from os import PathLike
 
-__all__ = ["find_model_config", "read_model_config", "read_rules_file"]
+    from restride.checkpoint.values import Value
+
+__all__ = [
+    "find_model_config",
+    "read_hyperparameters",
+    "read_model_config",
+    "read_rules_file",
+]
 
 _CONFIG: Final = "config.json"
 # A config lists the labels of a classifier at most; a rule file has some lines a layer.
 _LARGEST_CONFIG_NBYTES: Final = 16 << 20
 _LARGEST_RULES_NBYTES: Final = 1 << 20
+_LARGEST_SETTINGS_NBYTES: Final = 1 << 20
+_ONE_OF_ALL: Final = "one object for each parameter group, of names and plain values"
 
 
 def find_model_config(root: str | PathLike[str]) -> Path | None:
@@ -69,6 +79,40 @@ def read_rules_file(path: str | PathLike[str]) -> Rules:
         except UnicodeDecodeError as error:
             raise FormatError(f"is no UTF-8 text ({error.reason})") from None
     return read_rules(text, where=str(path))
+
+
+def read_hyperparameters(path: str | PathLike[str]) -> tuple[Mapping[str, Value], ...]:
+    """Read the settings of parameter groups: a JSON list of objects, one for each group.
+
+    A list among the values is a tuple in a training: JSON knows no other.
+
+    Raises:
+        CorruptError: It is something else, or far too large.
+        FormatError: It is no regular file.
+        ExecutionError: The system cannot read it.
+
+    Examples:
+        A file of two groups::
+
+            [{"lr": 0.001, "betas": [0.9, 0.95], "eps": 1e-08, "weight_decay": 0.1},
+             {"lr": 0.001, "betas": [0.9, 0.95], "eps": 1e-08, "weight_decay": 0.0}]
+    """
+    with RangeFile(path) as file:
+        listed = parse_object(_content(file, _LARGEST_SETTINGS_NBYTES), list[dict[str, object]])
+        return tuple(
+            {key: _setting(value, f"group {number}: {key!r}") for key, value in group.items()}
+            for number, group in enumerate(listed)
+        )
+
+
+def _setting(value: object, where: str) -> Value:
+    if isinstance(value, list):
+        return tuple(_setting(item, where) for item in value)
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float) and isfinite(value):
+        return value
+    raise CorruptError(f"is {value!r:.80}, where {_ONE_OF_ALL} are expected", where=where)
 
 
 def _content(file: RangeFile, largest_nbytes: int) -> bytes:

@@ -6,12 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from restride import api
-from restride.errors import UnsupportedError
 from restride.formats.deepspeed.reader import read_catalog
 from restride.formats.deepspeed.target import DeepSpeedTarget
 from restride.formats.deepspeed.training import read_training
@@ -37,7 +34,7 @@ def _target_run(run, target):
         dp=target.dp,
         tp=target.tp,
         parameters=parameters,
-        writer=run.writer if target.zero == 1 else "zero",
+        writer="zero" if run.writer == "bf16_optimizer" and target.zero == 2 else run.writer,
         alignment=ALIGNED if run.alignment > 1 else 1,
         has_mappings=True,
     )
@@ -63,6 +60,8 @@ def _compared(path, run, zero):
         keys = ("module", "buffer_names", "optimizer", "global_steps", "dp_world_size")
         return [shapes, *(content_of(value[key]) for key in (*keys, "mp_world_size"))]
     state = dict(value["optimizer_state_dict"])
+    if run.writer == "elastic":  # the engine asks for it; the slow writer is of torch's optimizers
+        assert state.pop("base_optimizer_state_step", 2) == 2
     if run.is_round_robin:  # here the slow writer has DeepSpeed's fault
         del state["param_slice_mappings"]
     if "zero_stage" in state and zero != 1:
@@ -70,8 +69,8 @@ def _compared(path, run, zero):
     return content_of(state)
 
 
-@given(zero_runs(writers=("zero", "bf16_optimizer")) | muon_runs(), st.data())
-@settings(max_examples=60, phases=(Phase.explicit, Phase.generate))  # shrinking takes minutes
+@given(zero_runs() | muon_runs(), st.data())
+@settings(max_examples=80, phases=(Phase.explicit, Phase.generate))  # shrinking takes minutes
 def test_files_are_those_that_the_ranks_of_the_target_would_have_written(run, data):
     tp = data.draw(st.sampled_from([1, run.tp]), "tp")
     target = DeepSpeedTarget(tp, data.draw(st.integers(1, 4), "dp"), data.draw(st.integers(1, 2)))
@@ -88,16 +87,6 @@ def test_files_are_those_that_the_ranks_of_the_target_would_have_written(run, da
             name = path.name if path.name.startswith("mp_rank") else prefix + path.name
             found = _compared(folder / "out" / "step" / name, expected_run, 1)
             assert found == _compared(path, expected_run, target.zero)
-
-
-@given(zero_runs(writers=("elastic",)))
-@settings(max_examples=5)
-def test_a_run_without_hyperparameters_is_refused(run):
-    with TemporaryDirectory() as name:
-        write_zero_run(Path(name) / "source", run)
-
-        with pytest.raises(UnsupportedError, match=r"elastic_checkpoint.*--to universal"):
-            api.convert(Path(name) / "source", Path(name) / "out", to="deepspeed")
 
 
 @given(zero_runs(writers=("zero",)))

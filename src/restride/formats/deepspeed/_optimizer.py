@@ -9,7 +9,7 @@ flat partition each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.values import Constructed, StoredTensor
@@ -18,6 +18,8 @@ from restride.formats.deepspeed._fields import Field
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+
+    from restride.algebra.layout import Shape
 
 __all__ = ["CONSUMED_KEYS", "FLAT_FP32", "FLAT_SUB_GROUPS", "Group", "ZeroFile", "read_zero_file"]
 
@@ -40,6 +42,8 @@ CONSUMED_KEYS: Final = frozenset(
 FLAT_FP32: Final = "single_partition_of_fp32_groups"
 FLAT_SUB_GROUPS: Final = "fp32_flat_groups"
 _PARTITIONED_WEIGHTS: Final = 3
+_STEP: Final = "step"
+_MOMENTUM: Final = "momentum_buffer"  # of one element, where Muon keeps it whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +269,21 @@ def _sorted_states(
         value = entry.value
         if not isinstance(value, StoredTensor):
             others[key] = entry
-        elif not value.shape:
-            scalars[key] = value
+        elif not value.shape or _is_number(key, value.shape, numels):
+            scalars[key] = replace(value, shape=(), strides=())
         elif len(value.shape) == 1 and value.shape[0] in numels:
             _flat_numel(entry)
             arrays[key] = value
         else:
             others[key] = entry
     return arrays, scalars, others
+
+
+def _is_number(key: str, shape: Shape, numels: Collection[int]) -> bool:
+    """Whether a state is one number in a list: an engine that loads elastic files makes it so."""
+    if shape != (1,) or key == _MOMENTUM:
+        return False
+    return key == _STEP or 1 not in numels
 
 
 def _per_group(state: Field, key: str, number: int) -> Field | None:

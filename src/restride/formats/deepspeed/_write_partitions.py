@@ -17,6 +17,7 @@ from restride.algebra.layout import Layout
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.values import Constructed, GlobalName
 from restride.errors import UnsupportedError
+from restride.formats.deepspeed._elastic import STEP, step_of
 from restride.formats.deepspeed._momentum import copies_layout, states_kept_whole
 from restride.formats.deepspeed._settings import parameter_alignment
 from restride.formats.deepspeed._write_groups import (
@@ -60,16 +61,12 @@ def write_partitions(writing: Writing) -> None:
 
 def _write_file(writing: Writing, groups: list[_FlatGroupWriter], dp: int, tp: int) -> None:
     draft = writing.draft(writing.optimizer_name(tp, dp))
-    states: dict[Value, Value] = {}
     target_rank = writing.target.rank(dp, tp)
-    for number, group in enumerate(groups):
-        own = group.states(draft, target_rank)
-        if own:
-            states[number] = own
+    states = [group.states(draft, target_rank) for group in groups]
     rank = writing.source_rank(dp, tp, dp_size=writing.target.dp)
     state: dict[Value, Value] = {
         **keyed(writing.training.optimizer),
-        "base_optimizer_state": {"state": states, "param_groups": param_groups(writing)},
+        "base_optimizer_state": _base_state(writing, states),
         "single_partition_of_fp32_groups": [group.masters(draft, target_rank) for group in groups],
         "group_paddings": [group.padding(target_rank) for group in groups],
         "partition_count": [group.spread.partitions for group in groups],
@@ -78,7 +75,17 @@ def _write_file(writing: Writing, groups: list[_FlatGroupWriter], dp: int, tp: i
     if writing.is_lean:
         state["zero_stage"] = Constructed(_STAGE, (writing.target.zero,))
         state["param_alignment_paddings"] = [group.alignments(target_rank) for group in groups]
+    if writing.is_elastic:
+        state[STEP] = step_of(writing)
     writing.output.add(draft, optimizer_file(rank, state))
+
+
+def _base_state(writing: Writing, states: list[dict[Value, Value]]) -> Value:
+    """The state of the wrapped optimizer: its own form, or one without hyperparameters."""
+    if writing.is_elastic:
+        return [*states]
+    numbered: dict[Value, Value] = {number: own for number, own in enumerate(states) if own}
+    return {"state": numbered, "param_groups": param_groups(writing)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +142,9 @@ class _FlatGroupWriter:
                 if self._held(rank):
                     made[optimizer_key(state)] = self._copies(draft, state, rank)
             elif state != FP32:
-                made[optimizer_key(state)] = self._partition(draft, state, rank, padded=True)
+                made[optimizer_key(state)] = self._partition(
+                    draft, state, rank, padded=not self._writing.is_elastic
+                )
         return {**made, **keyed(self._group.numbers)}
 
     def masters(self, draft: FileDraft, rank: int) -> Value:

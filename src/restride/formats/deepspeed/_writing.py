@@ -95,6 +95,11 @@ class Writing:
         return not uses_bf16_optimizer(self.config, self.target.zero)
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether the source lacks hyperparameters, so that the files are without them."""
+        return not all(group.settings for group in self.training.groups)
+
+    @property
     def is_round_robin(self) -> bool:
         """Whether the engine deals parameters of ZeRO-1/2 out to its partitions in turn."""
         return self.is_lean and is_round_robin(self.config)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from restride.checkpoint.selection import select_weights
 from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._elastic import elastic_findings, require_elastic
 from restride.formats.deepspeed._expert_target import place_experts
 from restride.formats.deepspeed._muon_order import in_muon_order
 from restride.formats.deepspeed._write_chunks import write_chunks
@@ -77,7 +78,6 @@ def lay_out(
                 remedy="`restride check` lists everything that is missing",
             )
     _require_stages(catalog, training, target)
-    _require_settings(catalog, training)
     tensors = {tensor.name: tensor for tensor in catalog.tensors}
     placed = place_experts(catalog, training, target)
     if placed is not None:
@@ -100,6 +100,9 @@ def lay_out(
         experts=placed,
     )
     writing.require_known()
+    if writing.is_elastic:
+        require_elastic(writing)
+        writing.findings.extend(elastic_findings(writing))
     chosen: list[int] | None = None
     if training.pipeline is not None:
         chosen = write_pipeline(writing, training.pipeline)
@@ -115,16 +118,6 @@ def lay_out(
     writing.output.add_file("latest", training.tag.encode())
     writing.findings.extend(findings_of(writing, chosen))
     return writing.output.finish(tuple(writing.findings))
-
-
-def _require_settings(catalog: Catalog, training: Training) -> None:
-    if not all(group.settings for group in training.groups):
-        raise UnsupportedError(
-            "has no hyperparameters: elastic_checkpoint leaves them out, and the files that an "
-            "engine resumes from need them",
-            where=catalog.root,
-            remedy="convert with --to universal: an engine that loads that keeps its own",
-        )
 
 
 def _require_stages(catalog: Catalog, training: Training, target: DeepSpeedTarget) -> None:

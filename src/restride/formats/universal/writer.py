@@ -171,7 +171,8 @@ def _findings(
     if not all(group.settings for group in training.groups):
         message = (
             "the checkpoint has no hyperparameters (elastic_checkpoint leaves them out): an engine "
-            "that loads the folder keeps those of its own configuration"
+            "that loads the folder keeps those of its own configuration; --hyperparameters FILE "
+            "gives them"
         )
         yield Finding("warning", "no-settings", message)
     if run.is_partitioned and not is_partitioned:
