@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from restride.arrays.fingerprint import Digester
-from restride.arrays.program import CHUNK_NBYTES, Program
+from restride.arrays.program import CHUNK_NBYTES, Program, start_writing
 from restride.arrays.strided import copy_strided
 
 SIZE = 3 * CHUNK_NBYTES + 999
@@ -146,3 +146,13 @@ def test_copies_whose_order_matters_are_not_for_programs():
     assert not program.copy(array, np.zeros(100, np.uint8), [(3, 10, 4)], 8)
     assert program.copy(array, np.zeros(100, np.uint8), [(3, 10, 10)], 0)
     assert program.run() == []
+
+
+def test_a_file_can_be_handed_to_the_disk_and_what_is_none_does_no_harm(kernels, use, files):
+    _, written = files
+    os.pwrite(written, b"x" * 9000, 0)
+    for kernel in (None, kernels[-1]):
+        with use(kernel):
+            start_writing(written, 0, 9000)
+            start_writing(-1, 0, 9000)
+    assert os.pread(written, 9001, 0) == b"x" * 9000

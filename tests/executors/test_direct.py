@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,7 @@ from restride.arrays import _kernel
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.output import Output, OutputFile
 from restride.errors import CorruptError
-from restride.executors import blocks, direct
+from restride.executors import blocks, direct, journaled
 from restride.executors.blocks import BlockTable
 from restride.executors.direct import Direct, direct_between
 from restride.executors.drift import DriftTable
@@ -56,12 +57,12 @@ def write_sources(folder, stored):
     return SimpleNamespace(root=str(folder), files=stored.files)
 
 
-def run(folder, catalog, plan, sizes, *, pool=None):
+def run(folder, catalog, plan, sizes, *, pool=None, is_durable=False):
     """Carry out a plan between files; return their contents and digests, and bytes read."""
     output = Output(tuple(OutputFile(f"{n}", size) for n, size in enumerate(sizes)), ())
     table = BlockTable(plan.regions, digest_rows=4)
     (folder / "out").mkdir()
-    with OutputFiles(folder / "out", durable=False) as files, pool or FilePool() as sources:
+    with OutputFiles(folder / "out", durable=is_durable) as files, pool or FilePool() as sources:
         files.create(output)
         place = SimpleNamespace(files=files, note=lambda _: None, keeps=False)
         writer = JournaledWriter(
@@ -217,3 +218,36 @@ try:
 except ExecutionError as error:
     print(error, said)
 """
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_without_a_sync_the_disk_is_told_to_begin_with_every_block(
+    tmp_path, monkeypatch, is_durable
+):
+    catalog, plan, sizes, full = wide(tmp_path, dim=0)
+    monkeypatch.setattr(blocks, "BLOCK_NBYTES", 1 << 16)
+    monkeypatch.setattr(journaled, "BLOCK_NBYTES", 1 << 16)
+    monkeypatch.setattr(journaled, "_STARTED_NBYTES", 1)
+    started = set()
+    begun = threading.Event()
+
+    def start_writing(_, name, start_nbytes, nbytes):
+        started.add((name, start_nbytes, nbytes))
+        begun.set()
+
+    def count(*arguments):
+        really_count(*arguments)
+        if not is_durable:
+            assert begun.wait(30)  # before the writing goes on
+
+    really_count = JournaledWriter.count
+    monkeypatch.setattr(JournaledWriter, "count", count)
+
+    monkeypatch.setattr(OutputFiles, "start_writing", start_writing)
+
+    contents, *_ = run(tmp_path, catalog, plan, sizes, is_durable=is_durable)
+
+    assert contents == [full.tobytes()]
+    every = {("0", start, 1 << 16) for start in range(0, full.nbytes, 1 << 16)}
+    assert started <= every  # what is done when the writing ends needs no hint
+    assert bool(started) is not is_durable

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ABI", "FILE_NAME", "KERNEL", "Kernel", "is_available", "load"]
 
-ABI: Final = 3
+ABI: Final = 4
 """What `_kernel.c` must say of itself; both change together."""
 
 FILE_NAME: Final = "librestride.so"
@@ -53,6 +53,9 @@ class Kernel:
         self._run = library.restride_run
         self._run.argtypes = [number, address, size, *[address] * 3]
         self._run.restype = number
+        self._start_writing = library.restride_start_writing
+        self._start_writing.argtypes = [number, size, size]
+        self._start_writing.restype = None
 
     def copy(self, target: int, source: int, count: int, loops: bytes, run_nbytes: int) -> bool:
         """Call ``restride_copy``; whether it could hold so many loops."""
@@ -63,6 +66,10 @@ class Kernel:
     ) -> bool:
         """Call ``restride_run``; whether all was done."""
         return bool(self._run(self.level, program, count, words, rows, totals) == 0)
+
+    def start_writing(self, descriptor: int, start: int, nbytes: int) -> None:
+        """Call ``restride_start_writing``."""
+        self._start_writing(descriptor, start, nbytes)
 
     def at(self, level: int) -> Kernel:
         """The same functions with narrower vectors. The results are the same."""

@@ -5,6 +5,10 @@
  * programs, and has proved what is said of every address; when one fails it does the same work step
  * by step, and finds the same error where it can say what it is.
  */
+#ifdef __linux__
+#define _GNU_SOURCE
+#include <fcntl.h>
+#endif
 #define _POSIX_C_SOURCE 200809L
 #define _FILE_OFFSET_BITS 64
 #include <stdint.h>
@@ -138,4 +142,15 @@ EXPORT int32_t restride_run(int32_t level, const int64_t *program, int64_t count
         }
     }
     return 0;
+}
+
+/* Have the system begin to write a part of a file to the disk, where it can be told. */
+EXPORT void restride_start_writing(int32_t descriptor, int64_t start, int64_t nbytes) {
+#ifdef SYNC_FILE_RANGE_WRITE
+    (void)sync_file_range(descriptor, start, nbytes, SYNC_FILE_RANGE_WRITE);
+#else
+    (void)descriptor;
+    (void)start;
+    (void)nbytes;
+#endif
 }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["CHUNK_NBYTES", "Program"]
+__all__ = ["CHUNK_NBYTES", "Program", "start_writing"]
 
 # In `_kernel_program.c` the kinds have the same numbers.
 _READ: Final = 1
@@ -139,6 +139,15 @@ class Program:
             return None
         halves = iter(totals)
         return [low | high << 64 for low, high in zip(halves, halves, strict=True)]
+
+
+def start_writing(descriptor: int, start_nbytes: int, nbytes: int) -> None:
+    """Have the system begin to write a part of a file to the disk, if the kernel is there.
+
+    It is a hint: where the system knows none, or refuses, nothing happens.
+    """
+    if _kernel.KERNEL is not None:
+        _kernel.KERNEL.start_writing(descriptor, start_nbytes, nbytes)
 
 
 def _address(array: NDArray[np.uint8]) -> int:

@@ -6,7 +6,8 @@ The journal of an unfinished output has a first record that says what is written
     {"drift": {"tensor": ..., ...}}            replicas that differ, summed up as of then
 
 A block is noted when its bytes are durable: a thread of its own syncs the files that blocks were
-finished in, in batches, while the workers go on.
+finished in, in batches, while the workers go on. Without a sync the thread has the system begin to
+write them, so that the workers need not wait for the disk so soon.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dataclasses import asdict
 from itertools import groupby
 from threading import Condition
 from typing import TYPE_CHECKING, Final, Self
+
+from restride.executors.blocks import BLOCK_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +39,8 @@ __all__ = ["SYNC_NBYTES", "JournaledWriter", "claim_records", "drift_records"]
 # What a kill may cost: so many bytes are written again, or what was written in so many seconds.
 SYNC_NBYTES: Final = 256 << 20
 _SYNC_SECONDS: Final = 5.0
+# Without a sync, so many bytes are handed to the disk at one time.
+_STARTED_NBYTES: Final = 64 << 20
 
 
 class JournaledWriter:
@@ -69,7 +74,8 @@ class JournaledWriter:
         self._table = table
         self._require_unchanged = require_unchanged
         self._noted = dict(table.rows)
-        self._sync_nbytes = sync_nbytes
+        self._is_durable = place.files.is_durable
+        self._sync_nbytes = sync_nbytes if self._is_durable else min(sync_nbytes, _STARTED_NBYTES)
         self._done: list[Block] = []
         self._done_nbytes = 0
         self._changed = Condition()
@@ -150,12 +156,23 @@ class JournaledWriter:
             self._done, self._done_nbytes = [], 0
         if batch:
             files = {self._blocks.regions[block.region].target_file for block in batch}
+            self._start_writing(batch)
             self._place.files.sync_files(self._names[file] for file in sorted(files))
             self._place.files.sync_folders()
             self._require_unchanged()
             self._place.note([*self._drift_records(), *claim_records(batch, self._blocks)])
             self._place.keeps = True
         return not is_ending
+
+    def _start_writing(self, batch: Iterable[Block]) -> None:
+        """Without a sync, let the disk begin early; nobody waits for it."""
+        for block in batch:
+            if self._is_durable or self._is_ending:
+                return
+            region = self._blocks.regions[block.region]
+            start = region.target_start_nbytes + block.number * BLOCK_NBYTES
+            nbytes = self._blocks.nbytes([block])
+            self._place.files.start_writing(self._names[region.target_file], start, nbytes)
 
     def _drift_records(self) -> Iterator[Record]:
         rows = dict(self._table.rows)

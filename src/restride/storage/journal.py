@@ -59,7 +59,10 @@ class Journal:
             self._descriptor = os.open(path, flags, 0o666)
             with path.open("rb") as file:
                 valid_nbytes = sum(nbytes for _, nbytes in _valid(file))
-            os.ftruncate(self._descriptor, valid_nbytes)
+            # Only where it is needed: ext4 has a file that was cut to nothing wait for the disk
+            # when it is closed.
+            if os.fstat(self._descriptor).st_size != valid_nbytes:
+                os.ftruncate(self._descriptor, valid_nbytes)
 
     def append(self, records: Iterable[Record]) -> None:
         """Write records, and make them durable. After an error, nothing more can be appended.

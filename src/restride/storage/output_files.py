@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final, Self
 
+from restride.arrays.program import start_writing
 from restride.checkpoint.output import OutputFile
 from restride.errors import ExecutionError, ExistsError, RestrideError
 from restride.storage.ranges import FilePool
@@ -41,11 +42,12 @@ class OutputFiles:
 
     Attributes:
         path: The folder.
+        is_durable: As given.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
         self.path = path
-        self._is_durable = durable
+        self.is_durable = durable
         self._files: dict[str, Path] = {}
         self._pool = FilePool(writable=True)
         self._unsynced: set[str] = set()
@@ -157,6 +159,17 @@ class OutputFiles:
             raise ExecutionError("written to before it was created", where=str(self.path / name))
         return self._files[name]
 
+    def start_writing(self, name: str, start_nbytes: int, nbytes: int) -> None:
+        """Have the system begin to write bytes of a file to the disk, if it can be told.
+
+        Otherwise it begins when a tenth of the memory waits, and has the writers wait for the disk
+        when a fifth does. This call may wait instead, where the disk is busy.
+        """
+        lease = self.hold(name)
+        if lease is not None:
+            with lease as file:
+                start_writing(file.descriptor, start_nbytes, nbytes)
+
     def sync_files(self, names: Iterable[str]) -> None:
         """Make durable what was written into some files before this call.
 
@@ -166,7 +179,7 @@ class OutputFiles:
         for name in names:
             with self._lock:
                 self._unsynced.discard(name)
-            if self._is_durable:
+            if self.is_durable:
                 sync_path(self._files[name])
 
     def sync_folders(self) -> None:
@@ -176,7 +189,7 @@ class OutputFiles:
             ExecutionError: The system cannot do it.
         """
         for folder in sorted(self._unsynced_folders, reverse=True):
-            if self._is_durable:
+            if self.is_durable:
                 sync_path(folder)
             self._unsynced_folders.discard(folder)
 
@@ -248,7 +261,8 @@ def _reserve(descriptor: int, nbytes: int) -> None:
         except OSError as error:
             if error.errno not in _CANNOT_RESERVE:
                 raise
-    os.ftruncate(descriptor, nbytes)
+    if os.fstat(descriptor).st_size != nbytes:
+        os.ftruncate(descriptor, nbytes)
 
 
 def _failed(problem: str, path: Path) -> ExecutionError:
