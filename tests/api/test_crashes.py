@@ -85,7 +85,7 @@ def die_everywhere(source, tmp_path, reference, *, old=None, **options):
     """
     force = {"force": True} if old else {}
     count = operations(source, tmp_path / "count", **force)
-    assert count > 40
+    assert count > 30
     for at in range(1, count + 3):
         folder = tmp_path / f"run{at}"
         folder.mkdir()
