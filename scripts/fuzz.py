@@ -63,6 +63,9 @@ _TARGETS = {
     "deepspeed": _Target("fuzz_checkpoints", share=4, is_guided=False),
     "universal": _Target("fuzz_checkpoints", share=2, is_guided=False),
     "resume": _Target("fuzz_checkpoints", share=2, is_guided=False),
+    "team": _Target("fuzz_outputs", share=2, is_guided=False),
+    "casts": _Target("fuzz_outputs", is_guided=False),
+    "commands": _Target("fuzz_commands", share=2, is_guided=False),
     "layouts": _Target("fuzz_planner", share=2),
     "numbers": _Target("fuzz_planner", share=2),
     "conversion": _Target("fuzz_planner", share=2),
@@ -195,6 +198,10 @@ def _seeds(target: str) -> list[bytes]:
         found = module.planner_seeds()
     elif module.__name__ == "fuzz_checkpoints":
         found = module.checkpoint_seeds()
+    elif module.__name__ == "fuzz_outputs":
+        found = module.output_seeds()
+    elif module.__name__ == "fuzz_commands":
+        found = module.command_seeds()
     elif target == "document":
         found = module.DOCUMENT_SEEDS
     else:

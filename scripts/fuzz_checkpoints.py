@@ -37,7 +37,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from random import Random
 
-__all__ = ["Base", "bases_of", "checkpoint_seeds", "deepspeed", "resume", "scratch", "universal"]
+__all__ = [
+    "Base",
+    "StopsAfter",
+    "bases_of",
+    "checkpoint_seeds",
+    "deepspeed",
+    "hurt_journal",
+    "hurt_unfinished",
+    "resume",
+    "scratch",
+    "tree",
+    "universal",
+]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _STATES = ("weight", "fp32", "exp_avg", "exp_avg_sq")
@@ -320,9 +332,11 @@ _WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
-class _StopsAfter(NullObserver):
-    def __init__(self, steps: int) -> None:
-        self.stop = Event()
+class StopsAfter(NullObserver):
+    """Sets an event after so many steps."""
+
+    def __init__(self, steps: int, stop: Event | None = None) -> None:
+        self.stop = stop or Event()
         self._left = steps
 
     def on_step(self, _: object, /) -> None:
@@ -340,7 +354,8 @@ class _Stopped:
     whole: dict[str, bytes]
 
 
-def _tree(folder: Path) -> dict[str, bytes]:
+def tree(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -353,14 +368,14 @@ def _stopped() -> tuple[_Stopped, ...]:
         whole = scratch() / f"whole{number}"
         api.convert(SAMPLE, whole, **options)
         for steps in (1, 6, 20):
-            watch = _StopsAfter(steps)
+            watch = StopsAfter(steps)
             shutil.rmtree(out.parent, ignore_errors=True)
             try:
                 api.convert(SAMPLE, out, observer=watch, stop=watch.stop, **_small(options))
             except StoppedError:
                 left = scratch() / f"left{len(found)}"
                 shutil.move(partial_folder(out), left)
-                found.append(_Stopped(options, left, _tree(whole)))
+                found.append(_Stopped(options, left, tree(whole)))
     assert len(found) > 3
     return tuple(found)
 
@@ -378,7 +393,7 @@ def resume(content: bytes) -> str:
     partial = partial_folder(out)
     shutil.copytree(case.left, partial)
     for _ in range(random.randrange(4)):
-        _hurt_unfinished(random, partial)
+        hurt_unfinished(random, partial)
     force = random.randrange(4) == 0
     try:
         api.convert(SAMPLE, out, resume=not force, force=force, **_small(case.options))
@@ -386,17 +401,18 @@ def resume(content: bytes) -> str:
         str(error)
         assert not os.path.lexists(out), "after an error there is something under the final name"
         return "not resumed"
-    assert _tree(out) == case.whole, "what was resumed is another output"
+    assert tree(out) == case.whole, "what was resumed is another output"
     assert [*out.parent.iterdir()] == [out], "something was left beside the output"
     return "resumed"
 
 
-def _hurt_unfinished(random: Random, partial: Path) -> None:
+def hurt_unfinished(random: Random, partial: Path) -> None:
+    """Spoil the journal of an unfinished output or a file of it, or put a stranger there."""
     journal = partial / "journal"
     files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     kind = random.randrange(8)
     if kind < 4 and journal.is_file():
-        journal.write_bytes(_hurt_journal(random, journal))
+        journal.write_bytes(hurt_journal(random, journal))
     elif kind == 4 and files:
         random.choice(files).unlink()
     elif kind == 5 and files:
@@ -413,7 +429,7 @@ def _hurt_unfinished(random: Random, partial: Path) -> None:
             path.write_bytes(b"")
 
 
-def _hurt_journal(random: Random, journal: Path) -> bytes:
+def hurt_journal(random: Random, journal: Path) -> bytes:
     """Records with right checksums that say something else, come twice, or are missing."""
     if random.randrange(4) == 0:
         return changed_bytes(random, journal.read_bytes())
