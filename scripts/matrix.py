@@ -14,6 +14,9 @@ Engines of other tensor-parallel sizes add in another order, and some of ZeRO-3 
 `unbroken` can only be asked where that is the source's; elsewhere the losses are within one percent
 of it. Everything that can be asked is asked; a cell fails if one of it differs.
 
+The stages of a pipeline (PP) are uniform. Without ZeRO nothing names the states that its engine
+saves, and no engine loads a universal folder: only losses are compared.
+
     python scripts/matrix.py                     all of it, and write the table
     python scripts/matrix.py --only 'llama.*'    sources whose name matches; write nothing
     python scripts/matrix.py --keep FILE         keep rows, and do not run what is kept again

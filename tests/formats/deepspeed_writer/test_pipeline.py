@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -379,6 +380,20 @@ def test_weights_that_are_frozen_may_or_may_not_count(tmp_path):
     assert shapes_of(out) == [[["0.weight", "1.weight"]], [["2.weight", "3.weight"]]]
     layer: Any = open_torch_zip(out / "step" / "layer_00-model_states.pt").value
     assert [*layer] == ["weight", "x"]
+
+
+def test_ranks_with_shards_of_different_sizes_would_not_agree_on_the_stages(tmp_path):
+    cuts = {0: (5, 1), 1: (1, 1), 2: (1, 5)}
+    named = {
+        f"{n}.weight": replace(whole((sum(widths), 3), 1000 * (n + 1)), cut=(0, widths))
+        for n, widths in cuts.items()
+    }
+    run = StageRun(ZeroRun(1, 2, named), {n: f"{n}." for n in cuts})
+    write_pipeline(tmp_path / "run", [run])
+
+    refused(tmp_path / "run", tmp_path / "out", "would each balance the stages otherwise", pp=2)
+    out = converted(tmp_path / "run", tmp_path / "out", pp_layers=[0, 1])
+    require_same_states(tmp_path / "run", out)
 
 
 def test_parameters_in_another_order_than_that_of_the_module_stay_where_they_are(tmp_path):

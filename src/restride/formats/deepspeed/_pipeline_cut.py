@@ -32,7 +32,7 @@ __all__ = ["CutStages", "TargetStage", "cut_stages"]
 
 _MOST_SHOWN: Final = 16
 # The method takes the square of the layers times the stages; no pipeline comes near.
-_MOST_BALANCED: Final = 1024
+_MOST_BALANCED: Final = 512
 _LIGHT: Final = 2
 _BY_HAND: Final = "give the first layer of each stage, as --pp-layers 0,3,6"
 _Key = tuple[int, int, int]
@@ -311,13 +311,14 @@ class _Cutter:
         every = {name for layer in self._pipeline.layers for name in layer.names}
         parameters = {name for name in every if self._numels(name)}
         ranks = range(len(self._numels(next(iter(self._trained)))))
-        found = {
-            balanced_starts(self._weights(count, names, rank), self._count): (rank, len(names))
+        counted = {  # ranks mostly hold shards of the same sizes
+            self._weights(count, names, rank): len(names)
             for names in (self._trained, parameters)
             for rank in ranks
         }
+        found = {balanced_starts(own, self._count): names for own, names in counted.items()}
         if len(found) > 1:
-            is_frozen = len({names for _, names in found.values()}) > 1
+            is_frozen = len({*found.values()}) > 1
             why = (
                 "some weights are frozen, and the stages depend on whether they were so when the "
                 "module was made"
@@ -328,7 +329,7 @@ class _Cutter:
             raise UnsupportedError(why, where=self._where, remedy=_BY_HAND)
         return next(iter(found))
 
-    def _weights(self, count: int, names: Collection[str], rank: int) -> list[int]:
+    def _weights(self, count: int, names: Collection[str], rank: int) -> tuple[int, ...]:
         """Elements of these parameters in each layer, on one tensor-parallel rank."""
         numels: dict[str, int] = {}
         prefixes: dict[int, str] = {}
@@ -339,7 +340,7 @@ class _Cutter:
                 numels[layer.prefix] = sum(self._numels(name)[rank] for name in own)
         for prefix in self._known.tied:
             prefixes |= dict.fromkeys(self._known.uses(prefix), prefix)
-        return [numels.get(prefixes.get(number, ""), 0) for number in range(count)]
+        return tuple(numels.get(prefixes.get(number, ""), 0) for number in range(count))
 
 
 def _stage_of(starts: Sequence[int], layer: int) -> int:
