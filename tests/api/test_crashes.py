@@ -98,7 +98,7 @@ def die_everywhere(source, tmp_path, reference, *, old=None, **options):
             require_nothing_wrong(folder / "out", reference, old)
             yield folder / "out"
         else:
-            assert at > 40
+            assert at > 30
             assert tree(folder / "out") == reference
         shutil.rmtree(folder)
 
