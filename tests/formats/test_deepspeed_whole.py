@@ -317,6 +317,42 @@ def test_a_group_out_of_order_casts_doubt_on_the_others():
     assert isinstance(match(model[:3], [first], [None]), Matched)
 
 
+@pytest.mark.parametrize("is_muon", [False, True])
+def test_a_group_that_muon_has_sorted_by_size_is_in_an_order_that_is_known(tmp_path, is_muon):
+    """Two layers of three shapes: the largest first, and of each shape the first layer."""
+    shapes = {"up": (3, 4), "down": (4, 3), "q": (4, 4)}
+    parameters = {
+        f"layer.{n}.{kind}": parameter(shape, 3 * n + place)
+        for n in range(2)
+        for place, (kind, shape) in enumerate(shapes.items())
+    }
+    order = sorted(parameters, key=lambda name: parameters[name].shape, reverse=True)
+    assert order[:3] == ["layer.0.q", "layer.1.q", "layer.0.down"]
+    run = written(tmp_path / "run", parameters, "bare", order=order)
+
+    def change(root):
+        root["optimizer"]["param_groups"][0]["use_muon"] = is_muon
+
+    edit_file(file_of(tmp_path / "run"), change)
+    catalog = read_catalog(tmp_path / "run")
+
+    if is_muon:
+        assert kinds_of(catalog) == [("note", "numbered-states")]
+        holds(catalog, run)
+    else:
+        assert "not in the order of the model" in message_of(catalog, "unmatched-states")
+        holds_weights_only(catalog, run)
+
+
+def test_muon_does_not_explain_an_order_that_is_neither_the_models_nor_that_of_sizes():
+    model = [Candidate(f"{n}", (n % 2, 1), shape=(n % 2, 1)) for n in range(4)]
+    slots = [Slot(f"{n}", frozenset({model[n].token})) for n in (1, 0, 3, 2)]
+
+    assert isinstance(match(model, [slots], [None], [0]), Unmatched)
+    slots = [Slot(f"{n}", frozenset({model[n].token})) for n in (1, 3, 0, 2)]
+    assert match(model, [slots], [None], [0]).names == (("1", "3", "0", "2"),)
+
+
 def test_a_group_in_order_without_doubles_is_matched_where_another_group_is_not():
     found = match(
         [Candidate("a", 1), Candidate("b", 2), Candidate("c", 2)],

@@ -7,18 +7,18 @@ one shape would look like a checkpoint. So a number is matched by what identifie
 *token*: the shape, and, where there are master weights, what they round to in the weights' dtype.
 
 Parameters with the same token are told apart by their order in the model, and only where all of
-them are in one group, none is left over, and nothing in any group is out of order.
+them are in one group, none is left over, and nothing in any group is out of order. Muon has an
+order of its own: it sorts by shape, and leaves what is of one shape in the order of the model.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Collection, Hashable, Sequence
 
 __all__ = ["Candidate", "Matched", "Slot", "Unmatched", "match"]
 
@@ -33,11 +33,13 @@ class Candidate:
         name: Its name.
         token: What identifies it.
         is_owned: Whether the optimizer must have it. Wrappers leave out what has no element.
+        shape: Its shape.
     """
 
     name: str
     token: Hashable
     is_owned: bool = True
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ def match(
     candidates: Sequence[Candidate],
     groups: Sequence[Sequence[Slot]],
     names: Sequence[Sequence[str] | None],
+    sorted_groups: Collection[int] = (),
 ) -> Matched | Unmatched:
     """Give the numbers of an optimizer their parameters.
 
@@ -88,6 +91,7 @@ def match(
         groups: What is numbered, group by group.
         names: For each group the names that the optimizer was told, or None. They may name more
             than the group has, in its order.
+        sorted_groups: Numbers of the groups whose optimizer sorts them by shape, the largest first.
 
     Returns:
         The match, or the reason why there is none. Never a guess.
@@ -110,7 +114,7 @@ def match(
     owned = [candidate for candidate in candidates if candidate.is_owned]
     if len(groups) == 1 and len(groups[0]) == len(owned) and _fits(owned, groups[0]):
         return Matched((tuple(candidate.name for candidate in owned),), _ambiguous(owned))
-    return _match_tokens(owned, groups)
+    return _match_tokens(owned, groups, sorted_groups)
 
 
 def _match_told(
@@ -142,7 +146,9 @@ def _match_told(
 
 
 def _match_tokens(
-    candidates: Sequence[Candidate], groups: Sequence[Sequence[Slot]]
+    candidates: Sequence[Candidate],
+    groups: Sequence[Sequence[Slot]],
+    sorted_groups: Collection[int] = (),
 ) -> Matched | Unmatched:
     members: dict[Hashable, list[int]] = defaultdict(list)
     for position, candidate in enumerate(candidates):
@@ -171,13 +177,20 @@ def _match_tokens(
     by_order = _ambiguous([candidates[position] for position in positions.values()])
     for number, group in enumerate(groups if by_order else ()):
         own = [positions[number, i] for i in range(len(group)) if (number, i) in positions]
-        if any(later < earlier for earlier, later in pairwise(own)):
+        if not _is_ordered(candidates, own, is_by_size=number in sorted_groups):
             names = [own.name for own in candidates if own.name in by_order]
             return Unmatched(
                 f"group {number} is not in the order of the model, and nothing else tells "
                 f"{_listed(names)} apart"
             )
     return Matched(found, by_order)
+
+
+def _is_ordered(candidates: Sequence[Candidate], own: list[int], *, is_by_size: bool) -> bool:
+    """Whether a group is in the order of the model, or in the one that its optimizer makes."""
+    in_order = sorted(own)
+    by_size = sorted(in_order, key=lambda position: candidates[position].shape, reverse=True)
+    return own == in_order or (is_by_size and own == by_size)
 
 
 def _problem(

@@ -175,6 +175,7 @@ def _match_by(
             name,
             own.token(witness) if witness else own.shape,
             is_owned=is_bare or prod(own.shape) > 0,
+            shape=own.shape,
         )
         for name, own in source.weights.items()
     }
@@ -185,12 +186,18 @@ def _match_by(
         return _match_apart(source, known, groups, experts)
     made = {} if experts is None else experts.routers(candidates)
     known = [own for name, own in candidates.items() if name not in made]
-    found = match(known, groups, source.file.names)
+    by_muon = [n for n, own in enumerate(source.file.settings) if _is_of_muon(own)]
+    found = match(known, groups, source.file.names, by_muon)
     if isinstance(found, Unmatched) and made:
         routers = set(made.values())
         known.sort(key=lambda candidate: candidate.name in routers)
         return match(known, groups, source.file.names)
     return found
+
+
+def _is_of_muon(settings: Field) -> bool:
+    stored = settings.get("use_muon")
+    return stored is not None and stored.value is True
 
 
 def _match_apart(

@@ -64,11 +64,12 @@ def _muon(writing: Writing) -> Iterator[Finding]:
         return
     if zero == _PARTITIONED_WEIGHTS:
         message = (
-            "the parameters that Muon updates are written in the order of their sizes, which an "
-            "engine has unless its model was made under deepspeed.zero.Init"
+            "the parameters that Muon updates are written in the order of their sizes: an engine "
+            "whose model was made under deepspeed.zero.Init has them in the order of the model, "
+            "and would mix them up"
         )
         if any(list(g.names) != _in_model_order(writing, g.names) for g in groups):
-            yield Finding("note", "muon-order", message)
+            yield Finding("warning", "muon-order", message)
     elif any(states_kept_whole(group, writing.config, zero) for group in groups):
         message = (
             "Muon's momentum is written whole on every rank that has a part of the parameter: "

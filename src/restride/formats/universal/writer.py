@@ -59,9 +59,10 @@ _PARAM: Final = "param"
 _STEP: Final = "step"
 _WEIGHT: Final = "weight"
 _MUON: Final = (
-    "a parameter group is updated by Muon: an engine of ZeRO-1 or ZeRO-2 keeps its momentum whole, "
-    "takes a part of it from a universal folder, and stops (seen with deepspeed 0.19.8); convert "
-    "with --to deepspeed, for any ranks and stage"
+    "a parameter group is updated by Muon: an engine of ZeRO-1 or ZeRO-2 keeps its momentum whole "
+    "and takes a part of it from a universal folder; on several data-parallel ranks it stops, "
+    "unless its optimizer is offloaded (seen with deepspeed 0.19.8); convert with --to deepspeed, "
+    "for any ranks and stage"
 )
 _CASTABLE: Final = frozenset({"float32", "bfloat16", "float16", "float64"})
 # What an engine of ZeRO-3 opens of every parameter (deepspeed 0.19.8 `runtime/zero/stage3.py`).
