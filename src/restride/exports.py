@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.hyperparameters import with_hyperparameters
@@ -168,7 +168,10 @@ def _lay_out_universal(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
 
 def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | None) -> Export:
     """The same for DeepSpeed's sharded form, for ranks that may be others than the source's."""
-    from restride.formats.deepspeed.expert_settings import expert_rank_count  # noqa: PLC0415
+    from restride.formats.deepspeed.expert_settings import (  # noqa: PLC0415
+        expert_rank_count,
+        stacked_experts,
+    )
     from restride.formats.deepspeed.stage_cut import read_stage_cut  # noqa: PLC0415
     from restride.formats.deepspeed.target import DeepSpeedTarget  # noqa: PLC0415
     from restride.formats.deepspeed.writer import lay_out  # noqa: PLC0415
@@ -184,7 +187,9 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
         pp=_stage_count(training, stages) if wanted.pp is None else wanted.pp,
         cut=stages,
     )
-    cut = find_cut(catalog, Cut(target.tp, wanted.config, wanted.rules, wanted.plan, wanted.grain))
+    stacked = stacked_experts(training)  # which no tensor-parallel rank cuts
+    dense = replace(catalog, tensors=tuple(t for t in catalog.tensors if t.name not in stacked))
+    cut = find_cut(dense, Cut(target.tp, wanted.config, wanted.rules, wanted.plan, wanted.grain))
     training, followed = _followed(training, catalog, wanted, cut.layouts)
     written = lay_out(catalog, training, target, cut.layouts)
     findings = (*cut.findings, *given, *followed, *written.findings)

@@ -16,10 +16,12 @@ from restride import api
 from restride.checkpoint.training import ParameterGroup
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_groups import regrouped
+from restride.formats.deepspeed._expert_target import place_experts
 from restride.formats.deepspeed.reader import read_catalog
 from restride.formats.deepspeed.target import DeepSpeedTarget
 from restride.formats.deepspeed.training import read_training
 from restride.formats.deepspeed.writer import lay_out
+from restride.layouts import replicated
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.contents import file_content
 from restride.testing.exporting import write_export
@@ -407,3 +409,92 @@ def test_a_second_name_that_zero_3_stores_nothing_of_is_no_lost_weight(shared: P
         finding = told[f"tensor '{router}.gate.gate.weight'"]
         assert (finding.severity, finding.kind) == ("note", "second-name")
         assert f"{router}.router.gate.weight" in finding.message
+
+
+# AutoEP with AutoTP: expert-parallel ranks fold tensor-parallel ones.
+
+FOLDED = Path(__file__).parents[2] / "data" / "deepspeed"
+
+
+@pytest.mark.parametrize("name", ["experts_folded_z1", "experts_folded_z3"])
+def test_for_the_same_folded_ranks_the_files_are_those_of_the_engine(
+    name: str, require_saved_again, tmp_path: Path
+) -> None:
+    api.convert(FOLDED / name, tmp_path / "out", to="deepspeed")
+
+    require_saved_again(tmp_path / "out", FOLDED / name)
+
+
+@pytest.mark.parametrize("name", ["experts_folded_z1", "experts_folded_z3"])
+@pytest.mark.parametrize(
+    ("tp", "dp", "ep", "zero"), [(1, 4, 2, 1), (2, 1, 2, 2), (2, 2, 4, 3), (1, 1, 1, 0)]
+)
+def test_folded_experts_come_to_other_ranks_and_back(
+    name: str, tp: int, dp: int, ep: int, zero: int, tmp_path: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    api.convert(FOLDED / name, one, to="deepspeed", tp=tp, dp=dp, ep=ep, zero=zero)
+
+    expected, found = (gather_all(read_catalog(folder)) for folder in (FOLDED / name, one))
+    masters = [key for key in expected if not key.endswith("/weight")]
+    assert masters == [key for key in found if not key.endswith("/weight")]
+    assert all(np.array_equal(found[key], expected[key]) for key in expected.keys() & found.keys())
+    if tp == 2:
+        api.convert(one, two, to="deepspeed", dp=2, ep=2, zero=1)
+        back = gather_all(read_catalog(two))
+        assert all(np.array_equal(back[key], expected[key]) for key in masters)
+
+
+def test_every_tensor_parallel_rank_finds_the_file_of_its_experts(tmp_path: Path) -> None:
+    """Four of them fold two expert-parallel ones, so that two have the same experts."""
+    source = read_catalog(FOLDED / "experts_folded_z1")
+    layouts = {
+        tensor.name: replicated(tensor.layout.full_shape, mesh={"tp": 4})
+        for tensor in source.tensors
+    }
+
+    export = lay_out(source, read_training(source), DeepSpeedTarget(4, 1, 1, ep=2), layouts)
+    write_export(source, export, tmp_path / "out")
+
+    for expert in range(4):
+        files = sorted((tmp_path / "out" / "step").glob(f"layer_0_expert_{expert}_*"))
+        own = [file_content(file)["folding"] for file in files]
+        assert [(said["tp_rank"][1], said["ep_rank"][1]) for said in own] == [
+            (tp, expert // 2) for tp in range(4) if tp % 2 == expert // 2
+        ]
+    expected, found = (gather_all(read_catalog(c)) for c in (source.root, tmp_path / "out"))
+    assert {key for key in expected if not key.endswith("/weight")} <= found.keys()
+    assert all(np.array_equal(found[key], expected[key]) for key in expected.keys() & found.keys())
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ((2, 2, 1, 1), "need expert-parallel ones for; choose --ep 2 or more, or --tp 1"),
+        ((2, 2, 0, 2), "cannot be written without ZeRO for 2 tensor-parallel ranks"),
+    ],
+)
+def test_folds_that_no_engine_takes_are_refused(
+    target: tuple[int, int, int, int], words: str, tmp_path: Path
+) -> None:
+    tp, dp, zero, ep = target
+
+    with pytest.raises(UnsupportedError, match=words):
+        api.convert(
+            FOLDED / "experts_folded_z1",
+            tmp_path / "out",
+            to="deepspeed",
+            tp=tp,
+            dp=dp,
+            zero=zero,
+            ep=ep,
+        )
+
+
+def test_data_parallelism_first_is_not_folded() -> None:
+    source = FOLDED / "experts_data_first_z1"
+
+    with pytest.raises(UnsupportedError, match="use_data_before_expert_parallelism"):
+        place_experts(
+            read_catalog(source), read_training(read_catalog(source)), DeepSpeedTarget(2, 2, 1, 2)
+        )

@@ -12,6 +12,7 @@ from restride.formats.deepspeed._expert_groups import regrouped
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._native_target import PlacedNative, place_native
 from restride.formats.deepspeed._spread import spread_experts
+from restride.formats.deepspeed._write_folding import model_folding, require_foldable
 from restride.formats.deepspeed._writing import keyed
 from restride.formats.deepspeed.expert_settings import any_of, is_data_first
 from restride.formats.deepspeed.maps import MAP_VERSION
@@ -20,7 +21,7 @@ from restride.layouts.gathered import experts
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from restride.algebra.layout import Layout
     from restride.algebra.mesh import Mesh
@@ -125,8 +126,17 @@ class PlacedExperts:
             if name not in self.aliases
         }
 
-    def entries(self, rank: int) -> dict[Value, Value]:
-        """What the model file of a rank says of the experts."""
+    def entries(
+        self, rank: int, names: Iterable[str] = (), described: Mapping[Value, Value] | None = None
+    ) -> dict[Value, Value]:
+        """What the model file of a rank says of the experts.
+
+        Args:
+            rank: The rank.
+            names: Names in its module.
+            described: What `universal_checkpoint_info` says of all parameters, with tensor
+                parallelism.
+        """
         layers: list[Value] = [
             keyed({**layer.stored, **stored, **self._rank_entry(layer, rank)})
             for layer, stored in zip(self.layers, self.stored, strict=True)
@@ -137,9 +147,11 @@ class PlacedExperts:
             "universal_checkpoint_info": {
                 "universal_checkpoint_version": _VERSION,
                 **keyed(self.described),
+                **(described or {}),
                 "expert_parameter_patterns": [_PATTERN],
                 "ds_autoep_layers": layers,
             },
+            **model_folding(self, rank, names),
         }
 
     def _rank_entry(self, layer: ExpertLayer, rank: int) -> dict[str, Value]:
@@ -185,12 +197,8 @@ def place_experts(catalog: Catalog, training: Training, target: DeepSpeedTarget)
                 remedy="leave out --ep; tensor-parallel ranks cut experts as other weights",
             )
         return native
-    if target.tp > 1:
-        raise UnsupportedError(
-            f"has experts of AutoEP, which cannot be written for {target.tp} tensor-parallel ranks",
-            where=where,
-            remedy="choose --tp 1",
-        )
+    data_first = is_data_first(training)
+    require_foldable(target, is_data_first=data_first, where=where)
     tensors = {tensor.name: tensor for tensor in catalog.tensors}
     layers = tuple(_layers(training, target, tensors))
     _refuse_frozen(training, target, layers)
@@ -199,7 +207,7 @@ def place_experts(catalog: Catalog, training: Training, target: DeepSpeedTarget)
         for layer in layers
         for name in layer.names
     }
-    spread = spread_experts(target, is_data_first=is_data_first(training))
+    spread = spread_experts(target, is_data_first=data_first)
     aliases = dict(_aliases(catalog, training, layers, tensors))
     stored = tuple(_stored(layers, layouts))
     return PlacedExperts(layers, layouts, stored, spread, target, aliases, training.described)

@@ -19,10 +19,12 @@ from restride.formats.deepspeed.placements import read_placement
 from restride.layouts.gathered import experts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from restride.algebra.layout import Layout, Shape
     from restride.formats.deepspeed._fields import Field
 
-__all__ = ["ExpertParameter", "read_experts"]
+__all__ = ["ExpertParameter", "read_experts", "second_routers"]
 
 _WEIGHTS: Final = ("w1", "w2", "w3")
 _MOST_EXPERTS: Final = 1 << 16
@@ -109,6 +111,31 @@ def read_experts(stored: Field | None) -> dict[str, ExpertParameter]:
             found[name] = ExpertParameter(
                 name, count, layer, placement, maps.get(name), entry.where
             )
+    return found
+
+
+def second_routers(stacked: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """Second names of routers, and the name that each is stored under as well.
+
+    AutoEP registers the router of a layer once more where transformers looks for it.
+
+    Args:
+        stacked: Names of the stacked parameters.
+        names: Names in the module.
+
+    Examples:
+        >>> second_routers(["mlp.experts.w1"], ["mlp.router.gate.weight", "mlp.gate.gate.weight"])
+        {'mlp.gate.gate.weight': 'mlp.router.gate.weight'}
+    """
+    known = dict.fromkeys(names)
+    layers = {name.rsplit(".", 2)[0] for name in stacked}
+    found: dict[str, str] = {}
+    for name in known:
+        for layer in layers:
+            child, _, rest = name.removeprefix(f"{layer}.").partition(".")
+            router = f"{layer}.router.{rest}"
+            if name.startswith(f"{layer}.") and child != "router" and router in known:
+                found[name] = router
     return found
 
 

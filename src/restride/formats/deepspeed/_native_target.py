@@ -168,7 +168,12 @@ class PlacedNative:
         """The tensors of the source, by name: there are no second names."""
         return dict(tensors)
 
-    def entries(self, rank: int) -> dict[Value, Value]:  # noqa: ARG002 - as for AutoEP
+    def entries(
+        self,
+        rank: int,  # noqa: ARG002 - as for AutoEP
+        names: Iterable[str] = (),  # noqa: ARG002
+        described: Mapping[Value, Value] | None = None,  # noqa: ARG002
+    ) -> dict[Value, Value]:
         """What the model file of a rank says of the experts."""
         return {"num_experts": [layer.count for layer in self.layers], "ds_autoep_layers": None}
 

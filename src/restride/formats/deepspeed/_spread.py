@@ -72,7 +72,7 @@ def spread_dense(target: DeepSpeedTarget) -> Spread:
 
 
 def spread_experts(target: DeepSpeedTarget, *, is_data_first: bool) -> Spread:
-    """Experts: the ranks with the same ones share them; without tensor parallelism.
+    """Experts: the ranks with the same ones share them, whatever their tensor-parallel ranks.
 
     Neighbouring ranks hold different experts, unless the run puts data parallelism first (deepspeed
     0.19.8 `utils/groups.py`, `_create_expert_and_data_parallel`).
@@ -85,7 +85,7 @@ def spread_experts(target: DeepSpeedTarget, *, is_data_first: bool) -> Spread:
         >>> spread_experts(target, is_data_first=True).ranks(1)
         [2, 3]
     """
-    count = target.dp // target.ep
+    count = target.dp * target.tp // target.ep
     if is_data_first:
         return Spread(target.ep, count, count, 1)
     return Spread(target.ep, count, 1, target.ep)

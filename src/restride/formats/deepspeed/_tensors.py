@@ -11,6 +11,7 @@ from restride.checkpoint.catalog import Finding, TensorEntry
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._chunks import frozen_chunks
 from restride.formats.deepspeed._expert_ranks import ExpertRanks
+from restride.formats.deepspeed._experts import ExpertParameter, second_routers
 from restride.formats.deepspeed._model import configured_dtype
 from restride.formats.deepspeed._native_experts import NativeExpert, in_model_order
 from restride.formats.deepspeed._placement import Placement
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import StoredTensor
     from restride.formats.deepspeed._expert_files import Expert, ExpertFiles
-    from restride.formats.deepspeed._experts import ExpertParameter
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._partitions import FlatCut, Partitions
     from restride.formats.deepspeed._run import Run
@@ -418,6 +418,9 @@ class _Reader:
             )
         }
         said = {alias: name for alias, name in said.items() if alias not in self._apart}
+        # Nothing is said of a router's second name either; it is no parameter of its own.
+        stacked = (name for name, own in self._experts.items() if isinstance(own, ExpertParameter))
+        self._apart |= second_routers(stacked, models[0].weights)
         places = {
             tuple(model.weights.get(name) for model in models): name for name in self._trained
         }

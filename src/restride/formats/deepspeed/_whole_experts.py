@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from restride.checkpoint.catalog import Finding
 from restride.errors import CorruptError
 from restride.formats.deepspeed._expert_files import open_experts
+from restride.formats.deepspeed._experts import second_routers
 from restride.formats.deepspeed._native_experts import NativeExpert
 
 if TYPE_CHECKING:
@@ -70,20 +71,10 @@ class ExpertRanks:
 
         AutoEP registers the router of a layer once more where transformers looks for it.
         """
-        known = dict.fromkeys(names)
-        layers = {
-            name.rsplit(".", 2)[0]
-            for name, expert in self.parameters.items()
-            if not isinstance(expert, NativeExpert)
-        }
-        found: dict[str, str] = {}
-        for name in known:
-            for layer in layers:
-                child, _, rest = name.removeprefix(f"{layer}.").partition(".")
-                router = f"{layer}.router.{rest}"
-                if name.startswith(f"{layer}.") and child != "router" and router in known:
-                    found[name] = router
-        return found
+        stacked = (
+            name for name, own in self.parameters.items() if not isinstance(own, NativeExpert)
+        )
+        return second_routers(stacked, names)
 
 
 def find_experts(run: Run) -> ExpertRanks | None:

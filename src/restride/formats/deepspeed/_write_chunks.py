@@ -21,7 +21,13 @@ from restride.formats.deepspeed._chunked_groups import ChunkedGroup, chunks_of
 from restride.formats.deepspeed._settings import zero_setting
 from restride.formats.deepspeed._spread import spread_dense
 from restride.formats.deepspeed._sub_groups import DEFAULT_SUB_GROUP_NUMEL
-from restride.formats.deepspeed._write_model import common_entries, module_of, ordered
+from restride.formats.deepspeed._write_folding import optimizer_folding
+from restride.formats.deepspeed._write_model import (
+    common_entries,
+    module_names,
+    module_of,
+    ordered,
+)
 from restride.formats.deepspeed._writing import keyed
 from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft
@@ -124,7 +130,7 @@ class _ModelFiles:
             **common_entries(writing, source, tp),
         }
         if writing.experts is not None:
-            entries |= writing.experts.entries(rank)
+            entries |= writing.experts.entries(rank, module_names(writing), writing.universal_info)
         if dp:  # the first rank of all speaks for them
             entries["shared_params"] = {}
         alike = ("model", not dp, *_kind(writing, dp, tp))
@@ -207,7 +213,8 @@ def _write_optimizer(
         key: source.values[key] for key in ("ds_config", "ds_version") if key in source.values
     }
     alike = ("optimizer", *_kind(writing, dp, tp))
-    writing.output.add(draft, {"optimizer_state_dict": state, **keyed(carried)}, alike=alike)
+    content = {"optimizer_state_dict": state, **keyed(carried), **optimizer_folding(writing, rank)}
+    writing.output.add(draft, content, alike=alike)
 
 
 def _kind(writing: Writing, dp: int, tp: int) -> tuple[object, ...]:

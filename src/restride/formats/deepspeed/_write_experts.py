@@ -6,10 +6,12 @@ ranks; an engine reads those of the experts that it holds.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING
 
 from restride.algebra.mesh import Mesh
 from restride.formats.deepspeed._native_target import PlacedNative
+from restride.formats.deepspeed._write_folding import expert_folding
 from restride.layouts.gathered import experts
 from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._expert_target import Placed
     from restride.formats.deepspeed._writing import Writing
+    from restride.formats.deepspeed.target import DeepSpeedTarget
 
 __all__ = ["write_expert_files"]
 
@@ -31,21 +34,34 @@ def write_expert_files(writing: Writing, placed: Placed) -> None:
     if isinstance(placed, PlacedNative):
         _write_native(writing, placed)
         return
+    target = writing.target
     for layer in placed.layers:
-        mesh = Mesh((("expert", layer.count),))
+        copies = target.tp // gcd(target.tp, target.ep)
+        mesh = Mesh((("copy", copies), ("expert", layer.count)))
         arrays = {}
         for name in layer.names:
             selected = writing.weights[name]
             shape = selected.entry.layout.full_shape
-            arrays[name] = writing.output.array(selected, experts(shape, mesh=mesh))
+            layout = experts(shape, mesh=mesh, axis="expert")
+            arrays[name] = writing.output.array(selected, layout)
         for expert in range(layer.count):
-            draft = _draft(writing, layer.number, expert)
-            content: dict[Value, Value] = {}
-            for name, array in arrays.items():
-                made = draft.buffer(array.selected.dtype, *array.layout.shard_shape(expert)[1:])
-                draft.put(made, array, expert)
-                content[f"{name}.{expert}"] = made
-            writing.output.add(draft, content)
+            expert_rank = expert // (layer.count // target.ep)
+            for copy, tp in enumerate(_writers(target, expert_rank)):
+                draft = _draft(writing, layer.number, expert, tp)
+                content: dict[Value, Value] = {}
+                place = copy * layer.count + expert
+                for name, array in arrays.items():
+                    made = draft.buffer(array.selected.dtype, *array.layout.shard_shape(place)[1:])
+                    draft.put(made, array, place)
+                    content[f"{name}.{expert}"] = made
+                content |= expert_folding(placed, expert_rank, tp)
+                writing.output.add(draft, content)
+
+
+def _writers(target: DeepSpeedTarget, expert_rank: int) -> list[int]:
+    """Tensor-parallel ranks that an expert-parallel one folds: each has a file of its own."""
+    common = gcd(target.tp, target.ep)
+    return [tp for tp in range(target.tp) if tp % common == expert_rank % common]
 
 
 def _write_native(writing: Writing, placed: PlacedNative) -> None:
@@ -62,6 +78,6 @@ def _write_native(writing: Writing, placed: PlacedNative) -> None:
             writing.output.add(draft, content)
 
 
-def _draft(writing: Writing, layer: int, expert: int) -> FileDraft:
-    name = f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+def _draft(writing: Writing, layer: int, expert: int, tp: int = 0) -> FileDraft:
+    name = f"layer_{layer}_expert_{expert}_mp_rank_{tp:02d}_model_states.pt"
     return FileDraft(f"{writing.training.tag}/{name}")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._writing import Writing
 
-__all__ = ["common_entries", "flat_members", "module_of", "ordered", "write_models"]
+__all__ = ["common_entries", "flat_members", "module_names", "module_of", "ordered", "write_models"]
 
 _GRADIENTS = 2
 
@@ -58,7 +58,7 @@ def write_models(writing: Writing) -> None:
             else module_of(writing, rank, made.__getitem__),
             "param_shapes": [
                 # Of experts the first rank speaks for all: they hold equally many.
-                _shapes(flat_members(writing, number, group, tp))
+                _shapes(flat_members(writing, number, group, writing.cutter(group, tp)))
                 for number, group in enumerate(writing.training.groups)
             ],
             "frozen_param_shapes": None
@@ -70,8 +70,21 @@ def write_models(writing: Writing) -> None:
             **common_entries(writing, rank, tp),
         }
         if writing.experts is not None:
-            entries |= writing.experts.entries(writing.target.rank(0, tp))
+            entries |= writing.experts.entries(
+                writing.target.rank(0, tp), module_names(writing), writing.universal_info
+            )
         writing.output.add(draft, entries)
+
+
+def module_names(writing: Writing) -> list[str]:
+    """Names of the tensors that a model file has in its module."""
+    second = writing.experts.aliases if writing.experts is not None else {}
+    known = {name for own in writing.tensors.values() for name in (own.name, *own.aliases)}
+    return [
+        name
+        for name in dict.fromkeys((*writing.training.order, *writing.tensors))
+        if not writing.is_expert(name) and (name in known or name in second)
+    ]
 
 
 def module_of(

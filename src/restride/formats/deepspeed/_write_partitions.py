@@ -20,6 +20,7 @@ from restride.errors import UnsupportedError
 from restride.formats.deepspeed._elastic import STEP, step_of
 from restride.formats.deepspeed._momentum import copies_layout, states_kept_whole
 from restride.formats.deepspeed._settings import parameter_alignment
+from restride.formats.deepspeed._write_folding import optimizer_folding
 from restride.formats.deepspeed._write_groups import (
     group_states,
     optimizer_file,
@@ -77,7 +78,8 @@ def _write_file(writing: Writing, groups: list[_FlatGroupWriter], dp: int, tp: i
         state["param_alignment_paddings"] = [group.alignments(target_rank) for group in groups]
     if writing.is_elastic:
         state[STEP] = step_of(writing)
-    writing.output.add(draft, optimizer_file(rank, state))
+    folding = optimizer_folding(writing, target_rank)
+    writing.output.add(draft, {**optimizer_file(rank, state), **folding})
 
 
 def _base_state(writing: Writing, states: list[dict[Value, Value]]) -> Value:

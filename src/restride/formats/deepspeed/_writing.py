@@ -14,6 +14,7 @@ from restride.formats.deepspeed._settings import is_bf16, is_round_robin, uses_b
 from restride.formats.deepspeed._spread import spread_dense
 from restride.formats.deepspeed._stage_place import StageDraft
 from restride.formats.deepspeed._write_maps import universal_info
+from restride.layouts.replicated import replicated
 from restride.layouts.scaled import scaled_state
 from restride.storage.torch_output import FileDraft
 
@@ -83,7 +84,10 @@ class Writing:
         if self.target.tp == 1:
             return None
         parameters = {
-            name: self.layouts[name]
+            # Of experts, what one rank has of the stack: no tensor-parallel rank cuts it.
+            name: replicated(self.shard_shape(name, 0), mesh=self.target.tp_mesh)
+            if self.is_expert(name)
+            else self.layouts[name]
             for name, tensor in self.tensors.items()
             if tensor.kind == "parameter"
         }
@@ -150,13 +154,26 @@ class Writing:
         shapes = {name: self.shard_shape(name, cutter) for name in group.names}
         return {name: shape for name, shape in shapes.items() if prod(shape)}
 
-    def is_held(self, name: str, cutter: int) -> bool:
+    def is_held(self, name: str, tp: int) -> bool:
         """Whether a rank has a tensor: all have, but for single experts."""
-        return not self.is_expert(name) or prod(self.shard_shape(name, cutter)) > 0
+        return not self.is_expert(name) or prod(self._shard_on(name, tp)) > 0
+
+    def cutter(self, group: ParameterGroup, tp: int) -> int:
+        """The cutter of a group that the first data-parallel one of some ranks is."""
+        if self.experts is None or not group.names or not self.is_expert(group.names[0]):
+            return tp
+        return self.experts.spread.place(tp)[0]
+
+    def _shard_on(self, name: str, tp: int) -> Shape:
+        """Shape of a tensor on the first data-parallel one of some ranks."""
+        placed = self.experts
+        if placed is None or self.target is not placed.target or not self.is_expert(name):
+            return self.shard_shape(name, tp)
+        return self.shard_shape(name, placed.spread.place(tp)[0])
 
     def is_owned(self, name: str, tp: int) -> bool:
         """Whether the optimizer of a rank trains a parameter: not a frozen or an empty one."""
-        return not self.tensors[name].is_frozen and prod(self.shard_shape(name, tp)) > 0
+        return not self.tensors[name].is_frozen and prod(self._shard_on(name, tp)) > 0
 
     def state(self, tensor: TensorEntry, state: str, layout: Layout) -> OutputArray:
         """Announce an optimizer state (or master copy) of a tensor, cut by `layout`.

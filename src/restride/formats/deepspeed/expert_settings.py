@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
     from restride.checkpoint.training import Training
 
-__all__ = ["any_of", "expert_rank_count", "is_data_first", "native_rank_count"]
+__all__ = [
+    "any_of",
+    "expert_rank_count",
+    "is_data_first",
+    "native_rank_count",
+    "stacked_experts",
+]
 
 _GROUP_NAME: Final = re.compile(r"ep_size_(\d{1,6})")
 _DATA_FIRST: Final = "use_data_before_expert_parallelism"
@@ -47,6 +53,13 @@ def native_rank_count(training: Training) -> int:
             remedy="save a model whose layers of experts have one ep_size",
         )
     return max(found.pop(), 1) if found else 1
+
+
+def stacked_experts(training: Training) -> frozenset[str]:
+    """Names of the stacked parameters of AutoEP's layers."""
+    said = (layer.get("expert_key_prefix") for layer in training.experts)
+    prefixes = [prefix for prefix in said if isinstance(prefix, str)]
+    return frozenset(f"{prefix}.{weight}" for prefix in prefixes for weight in ("w1", "w2", "w3"))
 
 
 def is_data_first(training: Training) -> bool:

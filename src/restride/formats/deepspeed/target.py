@@ -24,7 +24,8 @@ class DeepSpeedTarget:
         tp: Tensor-parallel ranks.
         dp: Data-parallel ranks: ranks in all, divided by `tp` and `pp`.
         zero: ZeRO stage; 0 without ZeRO.
-        ep: Expert-parallel ranks of AutoEP, a part of the data-parallel ones; 1 without it.
+        ep: Expert-parallel ranks, a part of the data-parallel ones, or with AutoEP of all ranks
+            (they fold the tensor-parallel ones); 1 without experts.
         pp: Stages of a pipeline, each with as many ranks; 1 without one.
         cut: How its layers are dealt out to the stages.
 
@@ -61,16 +62,11 @@ class DeepSpeedTarget:
             raise UnsupportedError(
                 f"ZeRO-{self.zero} cannot be written", remedy="choose --zero 0, 1, 2 or 3"
             )
-        if self.dp % self.ep:
+        if self.dp * self.tp % self.ep:
+            folded = f"dp={self.dp} times tp={self.tp}" if self.tp > 1 else f"dp={self.dp}"
             raise UnsupportedError(
-                f"dp={self.dp} cannot be divided into groups of ep={self.ep}",
+                f"{folded} cannot be divided into groups of ep={self.ep}",
                 remedy="choose --dp as a multiple of --ep",
-            )
-        if self.ep > 1 and self.tp > 1:
-            raise UnsupportedError(
-                f"expert parallelism of {self.ep} folded into tensor parallelism of {self.tp} "
-                "cannot be written",
-                remedy="choose --tp 1 or --ep 1",
             )
 
     @property

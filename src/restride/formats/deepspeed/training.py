@@ -51,6 +51,7 @@ _GEOMETRY: Final = frozenset(
         "mp_world_size",
         "checkpoint_parallel_dimensions",
         "num_experts",
+        "folding",
         _INFO,
         *_EXPERT_LAYERS,
     }
