@@ -93,7 +93,7 @@ class _Convert(SectionedCommand):
     "--ep",
     type=Integer(min=1),
     metavar="N",
-    help="Expert-parallel ranks, a part of the data-parallel ones. Default: as in CHECKPOINT.",
+    help="Expert-parallel ranks, out of all (tp times dp). Default: as in CHECKPOINT.",
 )
 @click.option(
     "--zero",

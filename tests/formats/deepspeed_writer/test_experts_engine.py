@@ -58,3 +58,36 @@ def test_an_engine_in_which_every_rank_has_all_experts_saves_again_what_it_was_g
     job = {**MIXTRAL, "world": 2, "ep": 1, "zero": 2}
     engine(**job, load=tmp_path / "out", resave=tmp_path / "again")
     require_saved_again(tmp_path / "out", tmp_path / "again")
+
+
+def test_training_goes_on_bit_for_bit_where_experts_fold_tensor_parallel_ranks(
+    engine, require_saved_again, tmp_path: Path
+) -> None:
+    """Four expert-parallel ranks over two tensor-parallel and two data-parallel ones."""
+    preset = {"preset_model": "mixtral"}
+    config = {"expert_parallel": preset, "tensor_parallel": preset}
+    folded = {"model": "mixtral", "config": config, "tp": 2}
+    two, four = {**folded, "world": 2, "ep": 2}, {**folded, "world": 4, "ep": 4}
+    never_stopped = engine(**two, zero=1, steps=1, save=tmp_path / "source", more=1)
+
+    api.convert(tmp_path / "source", tmp_path / "four", to="deepspeed", dp=2, ep=4, zero=2)
+    job = {**four, "zero": 2, "skip": 1, "steps": 1}
+    on_four = engine(**job, load=tmp_path / "four", resave=tmp_path / "four again")
+
+    assert [*never_stopped[:1], *on_four] == never_stopped
+    require_saved_again(tmp_path / "four", tmp_path / "four again")
+
+
+def test_experts_go_from_ranks_without_tensor_parallelism_to_folded_ones(
+    engine, require_saved_again, tmp_path: Path
+) -> None:
+    """Every one of four tensor-parallel ranks has the experts of one of two groups."""
+    engine(**MIXTRAL, world=2, ep=2, zero=2, steps=1, save=tmp_path / "source")
+
+    api.convert(tmp_path / "source", tmp_path / "out", to="deepspeed", tp=4, dp=1, ep=2, zero=3)
+
+    preset = {"preset_model": "mixtral"}
+    config = {"expert_parallel": preset, "tensor_parallel": preset}
+    job = {"model": "mixtral", "config": config, "world": 4, "tp": 4, "ep": 2, "zero": 3}
+    engine(**job, load=tmp_path / "out", resave=tmp_path / "again")
+    require_saved_again(tmp_path / "out", tmp_path / "again")

@@ -261,7 +261,7 @@ def _require_possible(catalog: Catalog, target: DeepSpeedTarget) -> None:
     if target.tp > 1:
         raise UnsupportedError(
             "has experts of DeepSpeed's own MoE layer, which cannot be written for "
-            f"{target.tp} tensor-parallel ranks",
+            f"{target.tp} tensor-parallel ranks: whether these cut experts is in the model alone",
             where=catalog.root,
             remedy="choose --tp 1",
         )

@@ -24,6 +24,7 @@ from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.selection import Selected
 from restride.checkpoint.soundness import require_sound
 from restride.errors import UnsupportedError
+from restride.formats.deepspeed._fields import shown
 from restride.formats.deepspeed._native_experts import expert_name
 from restride.formats.deepspeed._native_target import on_one_rank
 from restride.formats.deepspeed._run import open_run
@@ -180,6 +181,15 @@ def _findings(
         yield from rank_findings(training, range(run.tp_size))
     if not is_partitioned and any(g.settings.get("use_muon") is True for g in training.groups):
         yield Finding("warning", "not-loaded", _MUON)
+    folding = run.models[0].root.get("folding")
+    if folding is not None:
+        # deepspeed 0.19.8 `runtime/engine.py`, `_validate_autoep_folding_checkpoint_metadata`
+        ranks = f"tp={shown(folding.at('tp_size').value)}, ep={shown(folding.at('ep_size').value)}"
+        message = (
+            f"the experts are folded into tensor parallelism, and only an engine with {ranks} "
+            "loads the folder; for others, convert with --to deepspeed"
+        )
+        yield Finding("warning", "folded", message)
     if run.is_of_pipeline:
         yield from _lost_buffers(catalog)
 
