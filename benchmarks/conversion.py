@@ -3,7 +3,8 @@
     python benchmarks/conversion.py [--gib 1] [--rounds 3] [--only PATTERN] [--json FILE]
 
 All run in turn, in one call, on the same input with a warm page cache, and nothing of the run
-before waits to be written. What syncs its output stands beside `cp` with a sync of every file.
+before waits to be written. What syncs its output stands beside `cp` with a sync of every file; what
+does not, beside `cp`, and beside `limit.c`, which is what the machine can do.
 Read the ratios: machines differ, and this one may be busy.
 """
 
@@ -15,6 +16,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,36 +31,44 @@ PEER = (
 )
 
 
-# Says on stderr how long after the start of its process the first bytes of a tensor were written.
+# Says on stderr how long after the start of its process the first bytes of tensors were written.
 FIRST_BYTE = """
 import os, sys, time
-real = os.pwrite
-def first(descriptor, content, at):
-    if len(content) >= 4096:
-        os.pwrite = real
-        ticks = int(open("/proc/self/stat").read().rpartition(") ")[2].split()[19])
-        since = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        print(f"first byte after {since:.2f} s", file=sys.stderr)
-    return real(descriptor, content, at)
-os.pwrite = first
+from restride.executors.direct import Direct
+real = Direct.carry_out
+def first(self, bundle):
+    Direct.carry_out = real
+    is_done = real(self, bundle)
+    ticks = int(open("/proc/self/stat").read().rpartition(") ")[2].split()[19])
+    since = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    print(f"first byte after {since:.2f} s", file=sys.stderr)
+    return is_done
+Direct.carry_out = first
 from restride.cli import main
 main()
 """
 
 
-def contenders(source: Path, out: Path) -> dict[str, list[str]]:
+def contenders(source: Path, out: Path, limit: Path | None) -> dict[str, list[str]]:
     step = str(source / "step")
     restride = [sys.executable, "-m", "restride", "convert", str(source), str(out)]
     everything = [*restride, "--states", "all"]
     universal = [*restride, "--to", "universal"]
     sharded = [*restride, "--to", "deepspeed", "--tp", "4", "--dp", "1"]
     one, two = ["--no-sync", "--workers", "1"], ["--no-sync", "--workers", "2"]
-    # What two workers could reach at best: each copies half of the files.
+    files = [str(path) for path in sorted((source / "step").iterdir())] if limit else []
+    bare = {
+        f"C, {threads} thread{'s'[: threads - 1]}, copies only": [
+            *(str(limit), str(threads), str(out), *files)
+        ]
+        for threads in ((1, 2) if limit else ())
+    }
     half = 'mkdir "$1"; cp "$0"/*mp_rank_00* "$1" & cp "$0"/*mp_rank_01* "$1"; wait'
     synced = 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +'
     return {
         "`cp`": ["cp", "-r", step, str(out)],
         "`cp`, two at a time": ["sh", "-c", half, step, str(out)],
+        **bare,
         "universal, 1 worker, no sync": [*universal, *one],
         "universal, 2 workers, no sync": [*universal, *two],
         "all states, 1 worker, no sync": [*everything, *one],
@@ -82,6 +92,16 @@ def contenders(source: Path, out: Path) -> dict[str, list[str]]:
             *("--num_extract_workers", "2", "--num_merge_workers", "2"),
         ],
     }
+
+
+def compiled_limit(folder: Path) -> Path | None:
+    """`limit.c`, compiled; None without a C compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return None
+    command = [compiler, "-O2", "-pthread", str(Path(__file__).with_name("limit.c")), "-o"]
+    subprocess.run([*command, str(folder / "limit")], check=True)
+    return folder / "limit"
 
 
 def throw_away(out: Path, old: Path) -> None:
@@ -124,15 +144,16 @@ def main() -> None:
         layers = max(1, round((a.gib * 2**30 / 14 - 64000 * hidden) / (9 * hidden**2)))
         size = [f"--hidden={hidden}", f"--layers={layers}"]
         measure([sys.executable, str(Path(__file__).with_name("synthetic.py")), str(source), *size])
+        limit = compiled_limit(Path(folder))
         nbytes = sum(path.stat().st_size for path in (source / "step").iterdir())
-        for command in contenders(source, out).values():
+        for command in contenders(source, out, limit).values():
             if "restride" in command:
                 measure([*command, "--dry-run"])  # compiles its modules
         results: dict[str, list[Usage]] = {}
         firsts: dict[str, list[float]] = {}
         for _ in range(a.rounds):
-            for name, command in contenders(source, out).items():
-                if name.startswith("`cp`") or re.search(a.only, name):
+            for name, command in contenders(source, out, limit).items():
+                if name.startswith(("`cp`", "C, ")) or re.search(a.only, name):
                     usage = measure(command, {"DS_ACCELERATOR": "cpu"})
                     results.setdefault(name, []).append(usage)
                     throw_away(out, Path(folder, "old"))

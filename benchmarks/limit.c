@@ -1,0 +1,96 @@
+/* What the machine can do: copy files with some threads, and nothing else.
+ *
+ *     cc -O2 -pthread limit.c -o limit && ./limit THREADS OUT FILE...
+ *
+ * No tensor is looked at and nothing is digested. Each thread takes the next file, in calls of 128
+ * KiB; one more hands what is done to the disk, so that nobody has to wait for it earlier than must
+ * be. That is how `restride convert --no-sync` moves bytes, and less cannot be done through the page
+ * cache.
+ */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { CHUNK = 128 << 10, PART = 64 << 20, MOST_PARTS = 1 << 20 };
+
+typedef struct {
+    int file;
+    off_t start;
+} part_t;
+
+static char **names;
+static int count;
+static const char *out;
+static atomic_int next_file, parts, is_over;
+static part_t done[MOST_PARTS];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void fail(const char *what) {
+    perror(what);
+    exit(1);
+}
+
+static void *copy_files(void *unused) {
+    char *buffer = aligned_alloc(4096, CHUNK);
+    for (int i; (i = atomic_fetch_add(&next_file, 1)) < count;) {
+        char path[4096];
+        const char *base = strrchr(names[i], '/');
+        snprintf(path, sizeof path, "%s/%s", out, base ? base + 1 : names[i]);
+        int from = open(names[i], O_RDONLY), to = open(path, O_RDWR | O_CREAT | O_EXCL, 0644);
+        struct stat status;
+        if (from < 0 || to < 0 || fstat(from, &status)) fail(path);
+        if (status.st_size && posix_fallocate(to, 0, status.st_size)) fail(path);
+        for (off_t at = 0; at < status.st_size;) {
+            ssize_t some = pread(from, buffer, CHUNK, at);
+            if (some <= 0 || pwrite(to, buffer, some, at) != some) fail(path);
+            at += some;
+            if (at % PART == 0 || at == status.st_size) {
+                pthread_mutex_lock(&lock);
+                int place = atomic_load(&parts);
+                if (place < MOST_PARTS) {
+                    done[place] = (part_t){to, (at - 1) / PART * PART};
+                    atomic_store(&parts, place + 1);
+                }
+                pthread_mutex_unlock(&lock);
+            }
+        }
+        close(from);
+    }
+    free(buffer);
+    return unused;
+}
+
+static void *hand_over(void *unused) {
+    for (int place = 0; !atomic_load(&is_over);) {
+        if (place < atomic_load(&parts)) {
+            sync_file_range(done[place].file, done[place].start, PART, SYNC_FILE_RANGE_WRITE);
+            place++;
+        } else {
+            usleep(500);
+        }
+    }
+    return unused;
+}
+
+int main(int argc, char **argv) {
+    if (argc < 3) return 2;
+    int threads = atoi(argv[1]);
+    out = argv[2];
+    names = argv + 3;
+    count = argc - 3;
+    if (threads < 1 || threads > 64) return 2;
+    if (mkdir(out, 0755)) fail(out);
+    pthread_t each[64], disk;
+    pthread_create(&disk, NULL, hand_over, NULL);
+    for (int i = 0; i < threads; i++) pthread_create(&each[i], NULL, copy_files, NULL);
+    for (int i = 0; i < threads; i++) pthread_join(each[i], NULL);
+    atomic_store(&is_over, 1);
+    /* It ends with the process: it may be waiting for the disk, which nobody asked it to. */
+    return 0;
+}
