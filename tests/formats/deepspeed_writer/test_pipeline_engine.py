@@ -156,6 +156,18 @@ def test_stages_go_on_with_the_settings_of_the_groups_that_they_have(
 
 
 @pytest.mark.thorough
+def test_a_universal_folder_without_buffers_is_cut_into_stages(engine: Any, tmp_path: Path) -> None:
+    layers = ("embed_tied", "norm", "norm", "embed_as_head")
+    losses = engine(**job_of(layers, {"pp": 2}), steps=2, more=2, save=tmp_path / "source")
+    target = {"pp": 3, "pp_layers": "uniform:4", "pp_tied": {"embed": [0, 3]}}
+
+    api.convert(tmp_path / "source", tmp_path / "universal", to="universal")
+    out = convert(tmp_path / "universal", tmp_path / "out", target)
+
+    assert engine(**job_of(layers, target), skip=2, steps=2, load=out) == losses[2:]
+
+
+@pytest.mark.thorough
 def test_the_engine_of_zero_waits_for_ever_where_stages_have_different_groups(engine: Any) -> None:
     """It is why such files are not written."""
     job = job_of(("block", "norm", "norm", "norm"), {"pp": 2}, groups=True, config=BF16)
