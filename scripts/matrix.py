@@ -17,6 +17,10 @@ of it. Everything that can be asked is asked; a cell fails if one of it differs.
 The stages of a pipeline (PP) are uniform. Without ZeRO nothing names the states that its engine
 saves, and no engine loads a universal folder: only losses are compared.
 
+Sources with `muon` are trained by DeepSpeed's Muon, which takes other steps without ZeRO; what its
+engine saves there is compared by number. Those with `elastic` have no hyperparameters: for ZeRO-0
+and ZeRO-3 they are given, for the other stages the engine keeps its own.
+
     python scripts/matrix.py                     all of it, and write the table
     python scripts/matrix.py --only 'llama.*'    sources whose name matches; write nothing
     python scripts/matrix.py --keep FILE         keep rows, and do not run what is kept again
@@ -39,6 +43,7 @@ from typing import Any
 
 from restride import api
 from restride.errors import RestrideError
+from restride.testing.contents import file_content
 from restride.testing.gather import gather_all
 
 ROOT = Path(__file__).parent.parent
@@ -78,11 +83,12 @@ class Source:
     dtype: str = "fp32"
     more: tuple[tuple[str, Any], ...] = ()
     replicas: str = "check"
+    trained: str = ""
 
     @property
     def name(self) -> str:
         more = "".join(f" {key}={value}" for key, value in self.more)
-        return f"{self.model} {self.shape} {self.dtype}{more}"
+        return f"{self.model} {self.shape} {self.dtype}{more} {self.trained}".rstrip()
 
 
 DENSE = (
@@ -113,6 +119,16 @@ STAGES = (
     Shape(1, 2, 0, pp=2),
 )
 WIDE_HEADS = (("heads", 16),)
+# How the engine is configured for sources that are trained otherwise.
+MUON = {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "torch_adam": True}}
+TRAINED: dict[str, dict[str, Any]] = {
+    "": {},
+    "muon": {"optimizer": MUON, "zero_optimization": {"reduce_scatter": False}},
+    "elastic": {"zero_optimization": {"elastic_checkpoint": True}},
+}
+# What an elastic checkpoint leaves out of the one group of `deepspeed_jobs.py`.
+LEFT_OUT = [{"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}]
+ELASTIC_STAGES = {1, 2}
 # Layers of a pipeline (`record_pipeline_checkpoints.py`). The last of the tied ones uses the
 # embedding of the first through a function, and has no file.
 PIPELINES: dict[str, tuple[str, ...]] = {
@@ -128,6 +144,10 @@ SOURCES = (
     Source("llama", Shape(2, 1, 1), "bf16"),
     Source("llama", Shape(1, 2, 3), "bf16"),
     Source("llama", Shape(2, 1, 1), more=(("hidden", 96), ("heads", 6), ("kv_heads", 3))),
+    Source("llama", Shape(1, 2, 1), trained="muon"),
+    Source("llama", Shape(2, 1, 2), trained="muon"),
+    Source("llama", Shape(1, 2, 3), trained="muon"),
+    Source("llama", Shape(1, 2, 1), trained="elastic"),
     Source("llama_tied", Shape(2, 1, 1)),
     Source("llama_tied", Shape(1, 2, 3)),
     Source("qwen2", Shape(2, 1, 1)),
@@ -205,6 +225,8 @@ def job_of(source: Source, shape: Shape) -> dict[str, Any]:
     }
     if source.shape.ep > 1 or shape.ep > 1:
         job["ep"] = shape.ep
+    if source.trained and (source.trained != "elastic" or shape.zero in ELASTIC_STAGES):
+        job["config"] = TRAINED[source.trained]
     return job
 
 
@@ -278,6 +300,9 @@ class Case:
         mine = self._source.shape
         if mine.pp:  # what a stage adds up does not depend on the others
             return shape.tp == mine.tp
+        # Muon takes other steps without ZeRO, and its products round otherwise in other buffers.
+        if self._source.trained == "muon" and (shape.zero == 0 or shape.dp != mine.dp):
+            return False
         return (shape.tp, shape.ep, shape.zero == 3) == (mine.tp, mine.ep, mine.zero == 3)
 
     def _sharded(self, shape: Shape, same: list[str]) -> list[str]:
@@ -293,6 +318,7 @@ class Case:
             zero=shape.zero,
             ep=shape.ep,
             **stages_of(self._source, shape),
+            hyperparameters=self._hyperparameters(shape),
             plan=False if self._source.model == "codegen" else None,
             replicas=self._source.replicas,
             force=True,
@@ -301,9 +327,20 @@ class Case:
         # Nothing names the states of a pipeline without ZeRO: see docs/formats.md.
         is_named = shape.pp is None or shape.zero > 0
         if self._source.replicas == "check" and is_named:
-            self._compare_states(again)
+            if is_unmatched(again):
+                require_same_optimizers(out, again)
+            else:
+                self._compare_states(again)
             same.append("states")
         return losses
+
+    def _hyperparameters(self, shape: Shape) -> Path | None:
+        """A file of what the source lacks, where the engine of the target does not do without."""
+        if self._source.trained != "elastic" or shape.zero in ELASTIC_STAGES:
+            return None
+        file = self._folder / "hyperparameters.json"
+        file.write_text(json.dumps(LEFT_OUT), "utf-8")
+        return file
 
     def _compare_states(self, again: Path) -> None:
         held = gather_all(api.open(again))
@@ -311,7 +348,8 @@ class Case:
             # The weights of a ZeRO-3 engine are its master copies; a tied one has several names.
             if key in held and held[key].tobytes() != expected.tobytes():
                 raise DifferentError(f"{key} is not what was stored")
-        missing = {key for key in self._states.keys() - held.keys() if "/exp_" in key}
+        moments = ("/exp_avg", "/exp_avg_sq", "/momentum_buffer")
+        missing = {key for key in self._states.keys() - held.keys() if key.endswith(moments)}
         if missing:
             raise DifferentError(f"{min(missing)} and {len(missing) - 1} more were not loaded")
 
@@ -326,6 +364,9 @@ class Case:
     def _compare_universal(self, shape: Shape, losses: list[str], same: list[str]) -> None:
         """Our own universal folder, in the shape that the target loads."""
         if shape.zero == 0:
+            return
+        if not self._has_universal(shape):
+            same.append("(no universal: the engine loads the states of Adam alone)")
             return
         if self._is_miscounted(shape):
             same.append("(universal: the engine counts a step once for each sub-group)")
@@ -343,10 +384,14 @@ class Case:
 
         Its sub-groups share the tensor of the step, and each counts it up: no oracle.
         """
-        if shape.zero != 3:
+        if shape.zero != 3 or not self._has_universal(shape):
             return False
         self._universal(shape)
         return "shared-step" in self._told
+
+    def _has_universal(self, shape: Shape) -> bool:
+        """Whether there is a universal folder for that stage."""
+        return self._source.trained != "muon" or shape.zero != 3
 
     def _universal(self, shape: Shape) -> Path:
         """Convert to the universal folder for that stage, once."""
@@ -383,6 +428,19 @@ def require_same(what: str, ours: list[str], theirs: list[str], whose: str) -> N
     if ours != theirs:
         numbers = [[float.fromhex(text) for text in side] for side in (ours, theirs)]
         raise DifferentError(f"{what} {numbers[0]} are not those of {whose}, {numbers[1]}")
+
+
+def is_unmatched(folder: Path) -> bool:
+    """Whether an optimizer without ZeRO has numbers that nothing tells the names of."""
+    return any(finding.kind == "unmatched-states" for finding in api.open(folder).findings)
+
+
+def require_same_optimizers(ours: Path, theirs: Path) -> None:
+    """Hold the states in the model file as they are: by number."""
+    name = "step/mp_rank_00_model_states.pt"
+    mine, other = (file_content(folder / name)["optimizer"]["state"] for folder in (ours, theirs))
+    if mine != other:
+        raise DifferentError("the optimizer's states are not what was stored")
 
 
 def require_near(ours: list[str], theirs: list[str]) -> None:

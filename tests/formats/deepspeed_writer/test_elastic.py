@@ -200,3 +200,41 @@ def test_the_command_line_takes_the_file_and_says_so(tmp_path):
     assert "--hyperparameters FILE" in refused.err
     assert ran.code == 0, ran.err
     assert "the settings of the 2 parameter groups are those of" in " ".join(ran.out.split())
+
+
+@pytest.mark.parametrize(
+    ("stored", "counters", "step"),
+    [
+        ({"base_optimizer_state_step": 7}, {}, 7),
+        ({}, {"global_steps": 5, "skipped_steps": 2}, 3),
+        ({}, {"global_steps": None, "skipped_steps": None}, 0),
+    ],
+)
+def test_the_step_that_the_engine_asks_for_is_the_stored_one_or_is_counted(
+    tmp_path, stored, counters, step
+):
+    source = shutil.copytree(SOURCE, tmp_path / "source")
+    for file in source.glob("step/*optim_states.pt"):
+        edit_file(file, lambda root: root["optimizer_state_dict"].update(stored))
+    edit_file(source / "step" / "mp_rank_00_model_states.pt", lambda root: root.update(counters))
+
+    api.convert(source, tmp_path / "out", to="deepspeed")
+
+    assert optimizer_of(tmp_path / "out", 1)["base_optimizer_state_step"] == step
+
+
+def test_stages_of_a_pipeline_are_not_told_apart_without_hyperparameters(tmp_path):
+    pipeline = SOURCE.parents[1] / "deepspeed_pipeline" / "tied_z1"
+    source = shutil.copytree(pipeline, tmp_path / "source")
+
+    def strip(root) -> None:
+        base = root["optimizer_state_dict"]["base_optimizer_state"]
+        states = [base["state"].get(n, {}) for n in range(len(base["param_groups"]))]
+        root["optimizer_state_dict"]["base_optimizer_state"] = states
+
+    for file in source.glob("*/*optim_states.pt"):
+        edit_file(file, strip)
+
+    with pytest.raises(UnsupportedError, match="stages are told apart by them") as caught:
+        api.convert(source, tmp_path / "out", to="deepspeed")
+    assert "--to universal" in caught.value.remedy
