@@ -17,6 +17,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from restride.arrays import _kernel
+from restride.arrays.program import Program
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.output import Output, OutputFile
 from restride.errors import CorruptError
@@ -57,14 +58,14 @@ def write_sources(folder, stored):
     return SimpleNamespace(root=str(folder), files=stored.files)
 
 
-def run(folder, catalog, plan, sizes, *, pool=None, is_durable=False):
+def run(folder, catalog, plan, sizes, *, pool=None, is_durable=False, note=lambda _: None):
     """Carry out a plan between files; return their contents and digests, and bytes read."""
     output = Output(tuple(OutputFile(f"{n}", size) for n, size in enumerate(sizes)), ())
     table = BlockTable(plan.regions, digest_rows=4)
     (folder / "out").mkdir()
     with OutputFiles(folder / "out", durable=is_durable) as files, pool or FilePool() as sources:
         files.create(output)
-        place = SimpleNamespace(files=files, note=lambda _: None, keeps=False)
+        place = SimpleNamespace(files=files, note=note, keeps=False)
         writer = JournaledWriter(
             place, output, table, DriftTable(NullObserver(), {}), lambda: None, sync_nbytes=1 << 30
         )
@@ -186,6 +187,27 @@ def test_a_source_that_ends_early_is_the_error_of_the_step(tmp_path, carried_out
     assert carried_out[-1] is False
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_program_has_no_more_moves_than_are_allowed(tmp_path, carried_out, monkeypatch, dim):
+    """A step of many short runs would have a program that the memory budget knows nothing of."""
+    sizes_of_programs = []
+    really_run = Program.run
+
+    def counted_run(self):
+        sizes_of_programs.append(len(self._parts))
+        return really_run(self)
+
+    monkeypatch.setattr(Program, "run", counted_run)
+    monkeypatch.setattr(direct, "_MOST_MOVES", 4)
+    with small_sizes(block_nbytes=1 << 12, streamed_nbytes=1 << 18):
+        catalog, plan, sizes, full = wide(tmp_path, ranks=32, dim=dim)
+        contents, _, _, left = run(tmp_path, catalog, plan, sizes)
+
+    assert (contents, left) == ([full.tobytes()], 0)
+    assert set(carried_out) == {True}
+    assert max(sizes_of_programs) <= 2 * 4  # a move and the weights of its digest
+
+
 def test_a_full_disk_is_the_error_of_the_step(tmp_path):
     """In a process of its own, in which files may not get larger than a megabyte."""
     done = subprocess.run(
@@ -228,6 +250,7 @@ def test_without_a_sync_the_disk_is_told_to_begin_with_every_block(
     monkeypatch.setattr(blocks, "BLOCK_NBYTES", 1 << 16)
     monkeypatch.setattr(journaled, "BLOCK_NBYTES", 1 << 16)
     monkeypatch.setattr(journaled, "_STARTED_NBYTES", 1)
+    monkeypatch.setattr(journaled, "_SYNC_SECONDS", 3600.0)
     started = set()
     begun = threading.Event()
 
@@ -244,10 +267,12 @@ def test_without_a_sync_the_disk_is_told_to_begin_with_every_block(
     monkeypatch.setattr(JournaledWriter, "count", count)
 
     monkeypatch.setattr(OutputFiles, "start_writing", start_writing)
+    notes = []
 
-    contents, *_ = run(tmp_path, catalog, plan, sizes, is_durable=is_durable)
+    contents, *_ = run(tmp_path, catalog, plan, sizes, is_durable=is_durable, note=notes.append)
 
     assert contents == [full.tobytes()]
+    assert len(notes) == 1  # as often as with a sync: before each, all sources are looked at
     every = {("0", start, 1 << 16) for start in range(0, full.nbytes, 1 << 16)}
     assert started <= every  # what is done when the writing ends needs no hint
     assert bool(started) is not is_durable

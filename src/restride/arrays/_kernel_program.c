@@ -5,14 +5,18 @@
  * programs, and has proved what is said of every address; when one fails it does the same work step
  * by step, and finds the same error where it can say what it is.
  */
-#ifdef __linux__
-#define _GNU_SOURCE
-#include <fcntl.h>
-#endif
-#define _POSIX_C_SOURCE 200809L
+/* Before the first header: later they change nothing. */
 #define _FILE_OFFSET_BITS 64
+#ifdef __linux__
+#define _GNU_SOURCE 1 /* for sync_file_range */
+#else
+#define _POSIX_C_SOURCE 200809L
+#endif
+#include <fcntl.h>
 #include <stdint.h>
 #include <unistd.h>
+
+_Static_assert(sizeof(off_t) == 8, "places in files are numbers of 64 bits");
 
 #define EXPORT __attribute__((visibility("default")))
 

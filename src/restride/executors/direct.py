@@ -157,9 +157,9 @@ class _Run:
             raise _CannotError
 
     def _count_move(self) -> None:
-        self._moves += 1
-        if self._moves > _MOST_MOVES:
+        if self._moves == _MOST_MOVES:
             self._run()
+        self._moves += 1
 
     def _stream(self, step: Step) -> None:
         file = step.region.target_file
@@ -170,6 +170,7 @@ class _Run:
                 start = step.target_start_nbytes + copy.target_start_nbytes
                 parts = self._writer.parts(file, start, copy.run_nbytes)
                 for part in parts:
+                    self._count_move()
                     skew = part.start - parts[0].start
                     places = (source, copy.source_start_nbytes + skew), (target, start + skew)
                     self._program.move(*places, part.nbytes, self._buffers.main, part.start)
@@ -180,6 +181,7 @@ class _Run:
         file, start = step.region.target_file, step.target_start_nbytes
         parts = self._writer.parts(file, start, content.nbytes)
         for part in parts:
+            self._count_move()
             skew = part.start - parts[0].start
             some = content[skew : skew + part.nbytes]
             self._program.write(self._target(file), start + skew, some, part.start)

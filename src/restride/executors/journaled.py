@@ -75,7 +75,8 @@ class JournaledWriter:
         self._require_unchanged = require_unchanged
         self._noted = dict(table.rows)
         self._is_durable = place.files.is_durable
-        self._sync_nbytes = sync_nbytes if self._is_durable else min(sync_nbytes, _STARTED_NBYTES)
+        self._sync_nbytes = sync_nbytes
+        self._waking_nbytes = sync_nbytes if self._is_durable else min(sync_nbytes, _STARTED_NBYTES)
         self._done: list[Block] = []
         self._done_nbytes = 0
         self._changed = Condition()
@@ -135,7 +136,7 @@ class JournaledWriter:
                 self._done += done
                 self._done_nbytes += self._blocks.nbytes(done)
                 # Waking a thread for every block takes longer than writing it.
-                if self._done_nbytes >= self._sync_nbytes:
+                if self._done_nbytes >= self._waking_nbytes:
                     self._changed.notify()
 
     def _keep_durable(self) -> None:
@@ -144,19 +145,20 @@ class JournaledWriter:
             pass
 
     def _note_batch(self) -> bool:
-        """Wait until there is enough to do, and do it; False at the end."""
+        """Wait until there is enough to note, and note it; False at the end."""
         end = time.monotonic() + _SYNC_SECONDS
-        with self._changed:
-            while not self._is_ending and self._done_nbytes < self._sync_nbytes:
-                if not self._changed.wait(end - time.monotonic()):
-                    if self._done:
-                        break
-                    end = time.monotonic() + _SYNC_SECONDS
-            is_ending, batch = self._is_ending, self._done
-            self._done, self._done_nbytes = [], 0
+        batch: list[Block] = []
+        is_enough = is_ending = False
+        while not (is_enough or is_ending):
+            with self._changed:
+                is_late = not self._changed.wait_for(self._is_woken, end - time.monotonic())
+                is_ending, done = self._is_ending, self._done
+                self._done, self._done_nbytes = [], 0
+            self._start_writing(done)
+            batch += done
+            is_enough = is_late or self._blocks.nbytes(batch) >= self._sync_nbytes
         if batch:
             files = {self._blocks.regions[block.region].target_file for block in batch}
-            self._start_writing(batch)
             self._place.files.sync_files(self._names[file] for file in sorted(files))
             self._place.files.sync_folders()
             self._require_unchanged()
@@ -164,9 +166,12 @@ class JournaledWriter:
             self._place.keeps = True
         return not is_ending
 
-    def _start_writing(self, batch: Iterable[Block]) -> None:
+    def _is_woken(self) -> bool:
+        return self._is_ending or self._done_nbytes >= self._waking_nbytes
+
+    def _start_writing(self, blocks: Iterable[Block]) -> None:
         """Without a sync, let the disk begin early; nobody waits for it."""
-        for block in batch:
+        for block in blocks:
             if self._is_durable or self._is_ending:
                 return
             region = self._blocks.regions[block.region]

@@ -164,6 +164,9 @@ class OutputFiles:
 
         Otherwise it begins when a tenth of the memory waits, and has the writers wait for the disk
         when a fifth does. This call may wait instead, where the disk is busy.
+
+        Raises:
+            ExecutionError: The file was not preallocated, or the system cannot open it.
         """
         lease = self.hold(name)
         if lease is not None:
