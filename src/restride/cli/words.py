@@ -41,9 +41,7 @@ def describe_layout(layout: Layout) -> str:
     if layout.rank_count == 1:
         return "whole"
     holders = [rank for rank in range(layout.rank_count) if layout.shard_numel(rank)]
-    if len(holders) == 1 and layout.pieces(holders[0]) == replicated(
-        layout.full_shape, mesh={"rank": 1}
-    ).pieces(0):
+    if len(holders) == 1 and _is_whole(layout, holders[0]):
         place = layout.mesh.coordinates(holders[0])
         return f"whole on {', '.join(f'{name} {index}' for name, index in place.items())}"
     found = signature(layout)
@@ -54,6 +52,17 @@ def describe_layout(layout: Layout) -> str:
     partly = "partly replicated, " if held > layout.full_numel and not layout.padding else ""
     most = max(len(layout.pieces(rank)) for rank in range(layout.rank_count))
     return f"{partly}{format_count(most, 'piece')} per rank"
+
+
+def _is_whole(layout: Layout, rank: int) -> bool:
+    """Whether a rank holds the tensor as it is: what it holds is in its order, and all of it."""
+    pieces = layout.pieces(rank)
+    return layout.shard_shape(rank) == layout.full_shape and all(
+        piece.full_base == piece.shard_base
+        and piece.scale == 1
+        and all(axis.full_stride == axis.shard_stride for axis in piece.axes)
+        for piece in pieces
+    )
 
 
 def _candidates(layout: Layout) -> Iterator[tuple[str, Layout]]:

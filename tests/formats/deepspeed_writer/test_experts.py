@@ -498,3 +498,28 @@ def test_data_parallelism_first_is_not_folded() -> None:
         place_experts(
             read_catalog(source), read_training(read_catalog(source)), DeepSpeedTarget(2, 2, 1, 2)
         )
+
+
+def test_a_universal_folder_of_folded_experts_is_for_as_many_ranks(tmp_path: Path) -> None:
+    """The engine compares them with its own (seen with DeepSpeed 0.19.8)."""
+    report = api.convert(FOLDED / "experts_folded_z1", tmp_path / "out", to="universal")
+
+    (finding,) = (finding for finding in report.findings if finding.kind == "folded")
+    assert finding.severity == "warning"
+    assert "only an engine with tp=2, dp=2, ep=2 loads the folder" in finding.message
+    expected, found = (
+        gather_all(read(folder))
+        for read, folder in (
+            (read_catalog, FOLDED / "experts_folded_z1"),
+            (api.open, tmp_path / "out"),
+        )
+    )
+    masters = {key for key in expected if not key.endswith("/weight")}
+    assert all(np.array_equal(found[key], expected[key]) for key in masters)
+
+
+def test_a_model_without_experts_is_not_folded(shared: Path) -> None:
+    source = read_catalog(shared / "checkpoints" / "llama_tp2_z1")
+
+    with pytest.raises(UnsupportedError, match="2 expert-parallel ranks are asked for"):
+        place_experts(source, read_training(source), DeepSpeedTarget(2, 1, 1, 2))

@@ -184,7 +184,8 @@ def _findings(
     folding = run.models[0].root.get("folding")
     if folding is not None:
         # deepspeed 0.19.8 `runtime/engine.py`, `_validate_autoep_folding_checkpoint_metadata`
-        ranks = f"tp={shown(folding.at('tp_size').value)}, ep={shown(folding.at('ep_size').value)}"
+        said = (("tp", "tp_size"), ("dp", "zero_partition_count"), ("ep", "ep_size"))
+        ranks = ", ".join(f"{axis}={shown(folding.at(key).value)}" for axis, key in said)
         message = (
             f"the experts are folded into tensor parallelism, and only an engine with {ranks} "
             "loads the folder; for others, convert with --to deepspeed"
