@@ -177,6 +177,34 @@ def test_the_engine_of_zero_waits_for_ever_where_stages_have_different_groups(en
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}},
+        {"optimizer": {"type": "Adagrad", "params": {"lr": 0.01}}},
+        {
+            **BF16,
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.05},
+            },
+        },
+    ],
+    ids=["momentum", "Adagrad", "scheduler"],
+)
+def test_optimizers_and_schedulers_go_on_on_other_stages(
+    engine: Any, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    more = {"config": {**config, "zero_allow_untested_optimizer": True}}
+    target = {"pp": 4, "pp_layers": "uniform:4"}
+    losses = engine(**job_of(PLAIN, {"pp": 2}, **more), steps=2, more=2, save=tmp_path / "source")
+
+    out = convert(tmp_path / "source", tmp_path / "out", target)
+
+    assert engine(**job_of(PLAIN, target, **more), skip=2, steps=2, load=out) == losses[2:]
+
+
+@pytest.mark.thorough
 def test_stages_of_one_layer_are_put_together_where_the_peer_divides_by_zero(
     engine: Any, tmp_path: Path
 ) -> None:
