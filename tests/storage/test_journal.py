@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -53,6 +55,22 @@ def test_a_journal_that_ends_anywhere_has_the_records_before_and_is_continued(tm
         assert read_journal(path) == left
         write(path, [{"more": nbytes}])
         assert read_journal(path) == [*left, {"more": nbytes}]
+
+
+def test_only_what_is_torn_is_cut(tmp_path, monkeypatch):
+    """A file that was cut may have to wait for the disk when it is closed."""
+    path = tmp_path / "journal"
+    cuts = []
+    monkeypatch.setattr(os, "ftruncate", lambda *arguments: cuts.append(arguments[1]))
+    write(path, RECORDS[:1])
+    write(path, RECORDS[1:])
+    assert read_journal(path) == RECORDS
+    assert cuts == []
+
+    nbytes = path.stat().st_size
+    path.write_bytes(path.read_bytes() + b"torn")
+    Journal(path).close()
+    assert cuts == [nbytes]
 
 
 def test_no_bit_can_flip_unnoticed_and_nothing_behind_it_is_believed(tmp_path):

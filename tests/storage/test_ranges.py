@@ -229,6 +229,60 @@ def test_a_file_that_cannot_be_opened_leaves_its_room_to_the_next_who_waits(
             pool.nbytes(tmp_path / "there")  # wakes who was forgotten, so that the test ends
 
 
+def test_a_file_that_is_held_stays_open_and_nobody_is_made_to_wait_for_it(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).write_bytes(name.encode())
+    with FilePool(max_open=2) as pool, ThreadPoolExecutor(1) as threads:
+        first, second = pool.hold(tmp_path / "a"), pool.hold(tmp_path / "b")
+        again = pool.hold(tmp_path / "a")
+        assert again is first is not second
+        with second:
+            with first as file:
+                with again:
+                    assert pool.hold(tmp_path / "c") is None
+                # One of two who hold it has gone, so there is room for nobody yet.
+                assert pool.hold(tmp_path / "c") is None
+                waiting = threads.submit(pool.nbytes, tmp_path / "c")
+                while not pool._waiting:
+                    time.sleep(0.001)
+                assert os.pread(file.descriptor, 1, 0) == b"a"
+            assert waiting.result(30) == 1
+            assert file.descriptor == -1  # closed for the one who waited
+            assert os.pread(second.file.descriptor, 1, 0) == b"b"
+
+
+def test_a_file_that_cannot_be_held_is_an_error_and_takes_no_room(tmp_path: Path) -> None:
+    (tmp_path / "there").write_bytes(b"0")
+    with FilePool(max_open=1) as pool:
+        with pytest.raises(ExecutionError, match="missing: cannot be opened"):
+            pool.hold(tmp_path / "missing")
+        with pool.hold(tmp_path / "there") as file:
+            assert file.nbytes == 1
+
+
+@pytest.mark.parametrize("start", [0, 5, (128 << 10) - 1, 128 << 10])
+def test_long_writes_end_where_the_page_cache_takes_them_best(
+    digits: Path, monkeypatch: pytest.MonkeyPatch, start: int
+) -> None:
+    content = bytes(range(251)) * 1300
+    ends = []
+    real = os.pwrite
+
+    def pwrite(descriptor: int, some: memoryview, at: int) -> int:
+        count = real(descriptor, some[: len(some) // 2 + 1], at)  # as a system may
+        ends.append((at, at + len(some)))
+        return count
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with RangeFile(digits, writable=True) as file:
+        file.write_exact(start, content)
+
+    assert digits.read_bytes()[start:] == content
+    for first, end in ends:
+        assert end - first <= 128 << 10
+        assert end % (128 << 10) == 0 or end == start + len(content)
+
+
 def test_a_pool_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="max_open=0"):
         FilePool(max_open=0)
