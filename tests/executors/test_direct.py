@@ -58,7 +58,17 @@ def write_sources(folder, stored):
     return SimpleNamespace(root=str(folder), files=stored.files)
 
 
-def run(folder, catalog, plan, sizes, *, pool=None, is_durable=False, note=lambda _: None):
+def run(
+    folder,
+    catalog,
+    plan,
+    sizes,
+    *,
+    pool=None,
+    is_durable=False,
+    note=lambda _: None,
+    sync_nbytes=1 << 30,
+):
     """Carry out a plan between files; return their contents and digests, and bytes read."""
     output = Output(tuple(OutputFile(f"{n}", size) for n, size in enumerate(sizes)), ())
     table = BlockTable(plan.regions, digest_rows=4)
@@ -67,7 +77,8 @@ def run(folder, catalog, plan, sizes, *, pool=None, is_durable=False, note=lambd
         files.create(output)
         place = SimpleNamespace(files=files, note=note, keeps=False)
         writer = JournaledWriter(
-            place, output, table, DriftTable(NullObserver(), {}), lambda: None, sync_nbytes=1 << 30
+            *(place, output, table, DriftTable(NullObserver(), {}), lambda: None),
+            sync_nbytes=sync_nbytes,
         )
         with writer:
             read_nbytes = StreamingExecutor().execute(
@@ -240,6 +251,43 @@ try:
 except ExecutionError as error:
     print(error, said)
 """
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_noted_was_written_before_the_sync_began(tmp_path, carried_out, monkeypatch, dim):
+    """Whatever the power leaves then is as it was noted."""
+    monkeypatch.setattr(planning, "_STREAMED_NBYTES", 1 << 17)
+    monkeypatch.setattr(blocks, "BLOCK_NBYTES", 1 << 16)
+    catalog, plan, sizes, full = wide(tmp_path, dim=dim)
+    synced, noted = [], set()
+    begun = threading.Event()
+    really_sync, really_count = OutputFiles.sync_files, JournaledWriter.count
+
+    def sync_files(self, names):
+        (name,) = names
+        synced.append((self.path / name).read_bytes())
+        begun.set()
+        really_sync(self, [name])
+
+    def count(*arguments):
+        really_count(*arguments)
+        assert begun.wait(30)  # so that there is more than one
+
+    monkeypatch.setattr(OutputFiles, "sync_files", sync_files)
+    monkeypatch.setattr(JournaledWriter, "count", count)
+
+    def note(records):
+        for record in records:
+            start = record["block"] << 16
+            stop = start + record["nbytes"]
+            noted.update(range(start, stop, 1 << 16))
+            assert synced[-1][start:stop] == full.tobytes()[start:stop]
+
+    run(tmp_path, catalog, plan, sizes, is_durable=True, note=note, sync_nbytes=1)
+
+    assert set(carried_out) == {True}
+    assert noted == set(range(0, full.nbytes, 1 << 16))
+    assert len(synced) > 1
 
 
 @pytest.mark.parametrize("is_durable", [True, False])
