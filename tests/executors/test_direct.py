@@ -290,14 +290,18 @@ def test_what_is_noted_was_written_before_the_sync_began(tmp_path, carried_out, 
     assert len(synced) > 1
 
 
-@pytest.mark.parametrize("is_durable", [True, False])
-def test_without_a_sync_the_disk_is_told_to_begin_with_every_block(
-    tmp_path, monkeypatch, is_durable
+@pytest.mark.parametrize(
+    ("is_durable", "least_nbytes"), [(True, 0), (False, 1 << 16), (False, (1 << 16) + 1)]
+)
+def test_without_a_sync_the_disk_is_told_to_begin_with_every_large_block(
+    tmp_path, monkeypatch, is_durable, least_nbytes
 ):
+    is_told = not is_durable and least_nbytes <= 1 << 16
     catalog, plan, sizes, full = wide(tmp_path, dim=0)
     monkeypatch.setattr(blocks, "BLOCK_NBYTES", 1 << 16)
     monkeypatch.setattr(journaled, "BLOCK_NBYTES", 1 << 16)
     monkeypatch.setattr(journaled, "_STARTED_NBYTES", 1)
+    monkeypatch.setattr(journaled, "_LEAST_STARTED_NBYTES", least_nbytes)
     monkeypatch.setattr(journaled, "_SYNC_SECONDS", 3600.0)
     started = set()
     begun = threading.Event()
@@ -308,7 +312,7 @@ def test_without_a_sync_the_disk_is_told_to_begin_with_every_block(
 
     def count(*arguments):
         really_count(*arguments)
-        if not is_durable:
+        if is_told:
             assert begun.wait(30)  # before the writing goes on
 
     really_count = JournaledWriter.count
@@ -323,4 +327,4 @@ def test_without_a_sync_the_disk_is_told_to_begin_with_every_block(
     assert len(notes) == 1  # as often as with a sync: before each, all sources are looked at
     every = {("0", start, 1 << 16) for start in range(0, full.nbytes, 1 << 16)}
     assert started <= every  # what is done when the writing ends needs no hint
-    assert bool(started) is not is_durable
+    assert bool(started) is is_told

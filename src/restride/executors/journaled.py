@@ -41,6 +41,8 @@ SYNC_NBYTES: Final = 256 << 20
 _SYNC_SECONDS: Final = 5.0
 # Without a sync, so many bytes are handed to the disk at one time.
 _STARTED_NBYTES: Final = 64 << 20
+# Less is not worth a call, and so many small files are not opened again for it.
+_LEAST_STARTED_NBYTES: Final = 1 << 20
 
 
 class JournaledWriter:
@@ -177,7 +179,8 @@ class JournaledWriter:
             region = self._blocks.regions[block.region]
             start = region.target_start_nbytes + block.number * BLOCK_NBYTES
             nbytes = self._blocks.nbytes([block])
-            self._place.files.start_writing(self._names[region.target_file], start, nbytes)
+            if nbytes >= _LEAST_STARTED_NBYTES:
+                self._place.files.start_writing(self._names[region.target_file], start, nbytes)
 
     def _drift_records(self) -> Iterator[Record]:
         rows = dict(self._table.rows)
