@@ -179,6 +179,17 @@ def test_an_expert_with_more_files_than_another(folded):
     refused(folded, f"'{NAME}.3' is in 2 files", f"'{NAME}.0' in 1")
 
 
+def test_an_expert_of_a_rank_that_the_run_does_not_have_is_left_out(folded):
+    first = folded / "step" / "layer_0_expert_3_mp_rank_01_model_states.pt"
+    shutil.copy(first, first.with_name(first.name.replace("rank_01", "rank_07")))
+
+    catalog = read_catalog(folded)
+
+    (finding,) = (finding for finding in catalog.findings if finding.kind == "stale-file")
+    assert "mp_rank_07_model_states.pt is of a rank" in finding.message
+    assert len(gather_all(catalog)) == len(gather_all(read_catalog(FOLDED)))
+
+
 def both(folder: Path, change) -> None:
     for tp in range(2):
         edit_file(folder / "step" / f"mp_rank_{tp:02d}_model_states.pt", change)

@@ -157,6 +157,13 @@ def _opened(run: Run) -> dict[tuple[int, int], list[Field]]:
     """The files of each expert; only tensor-parallel ranks may write several."""
     opened: dict[tuple[int, int], list[Field]] = {}
     for file in run.folder.experts:
+        if file.tp >= run.tp_size > 1:
+            message = (
+                f"{file.name} is of a rank that a run with tp={run.tp_size} does not have; it is "
+                "left out"
+            )
+            run.findings.append(Finding("warning", "stale-file", message, file.name))
+            continue
         known = opened.setdefault((file.layer, file.expert), [])
         if known and run.tp_size == 1:
             raise CorruptError(
