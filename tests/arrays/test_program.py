@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from restride.arrays.fingerprint import Digester
 from restride.arrays.program import CHUNK_NBYTES, Program, start_writing
 from restride.arrays.strided import copy_strided
+from restride.errors import LayoutError
 
 SIZE = 3 * CHUNK_NBYTES + 999
 
@@ -137,6 +138,24 @@ def test_without_the_kernel_nothing_is_done(use, files):
     with use(None):
         assert program.run() is None
     assert os.fstat(written).st_size == 0
+
+
+def test_memory_that_a_program_must_not_touch_is_refused():
+    program = Program()
+    frozen = np.zeros(10, np.uint8)
+    frozen.flags.writeable = False
+    for array in (frozen, np.zeros(20, np.uint8)[::2]):
+        with pytest.raises(LayoutError, match="memory"):
+            program.read(0, 0, array)
+        with pytest.raises(LayoutError, match="memory"):
+            program.move((0, 0), (0, 0), 10, array, 0)
+    with pytest.raises(LayoutError, match="memory"):
+        program.write(0, 0, np.zeros(20, np.uint8)[::2], 0)
+    with pytest.raises(LayoutError, match="to byte 0 through 0 bytes"):
+        program.move((0, 0), (0, 0), 10, np.zeros(0, np.uint8), 0)
+    with pytest.raises(LayoutError, match="to byte -1 through 10 bytes"):
+        program.move((0, 0), (0, -1), 10, np.zeros(10, np.uint8), 0)
+    assert program.run() == []
 
 
 def test_copies_whose_order_matters_are_not_for_programs():

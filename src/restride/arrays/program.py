@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from restride.arrays import _kernel
 from restride.arrays.fingerprint import weight_addresses, weights_of_run
 from restride.arrays.strided import prepared
+from restride.errors import LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,8 +53,12 @@ class Program:
             descriptor: The file.
             at: Where they start in it.
             into: Contiguous bytes.
+
+        Raises:
+            LayoutError: They are not, or must not be written.
         """
-        self._parts.append(pack("5q", _READ, descriptor, at, _address(into), into.nbytes))
+        address = _address(into, is_written=True)
+        self._parts.append(pack("5q", _READ, descriptor, at, address, into.nbytes))
 
     def copy(
         self,
@@ -93,6 +98,9 @@ class Program:
             at: Where to write.
             content: Contiguous bytes.
             start_nbytes: Where they start in what is digested, as for `Digester.digest`.
+
+        Raises:
+            LayoutError: The bytes are not contiguous.
         """
         start, count, weights = weights_of_run(start_nbytes, content.nbytes)
         numbers = _WRITE, descriptor, at, _address(content), content.nbytes, start, count
@@ -115,10 +123,16 @@ class Program:
             nbytes: How many.
             buffer: Contiguous bytes, at least one; `CHUNK_NBYTES` of them are used at most.
             start_nbytes: Where they start in what is digested.
+
+        Raises:
+            LayoutError: The buffer is none, or the first byte to write is before that of the file.
         """
-        start, count, weights = weights_of_run(start_nbytes, nbytes)
         chunk = min(buffer.nbytes, CHUNK_NBYTES)
-        numbers = *source, *target, nbytes, _address(buffer), chunk, start, count
+        if not chunk or target[1] < 0:  # either would have the kernel leave the buffer
+            raise LayoutError(f"a move to byte {target[1]} through {chunk} bytes has no chunks")
+        start, count, weights = weights_of_run(start_nbytes, nbytes)
+        address = _address(buffer, is_written=True)
+        numbers = *source, *target, nbytes, address, chunk, start, count
         self._parts += [pack("10q", _MOVE, *numbers), weights]
         self._digests += 1
 
@@ -150,6 +164,9 @@ def start_writing(descriptor: int, start_nbytes: int, nbytes: int) -> None:
         _kernel.KERNEL.start_writing(descriptor, start_nbytes, nbytes)
 
 
-def _address(array: NDArray[np.uint8]) -> int:
+def _address(array: NDArray[np.uint8], *, is_written: bool = False) -> int:
+    flags = array.flags
+    if not flags.c_contiguous or (is_written and not flags.writeable):
+        raise LayoutError("a program was given memory that is not contiguous, or not to be written")
     address: int = array.__array_interface__["data"][0]
     return address
