@@ -420,7 +420,7 @@ class _Reader:
         said = {alias: name for alias, name in said.items() if alias not in self._apart}
         # Nothing is said of a router's second name either; it is no parameter of its own.
         stacked = (name for name, own in self._experts.items() if isinstance(own, ExpertParameter))
-        self._apart |= second_routers(stacked, models[0].weights)
+        self._apart |= second_routers(stacked, [*models[0].dtypes, *models[0].weights])
         places = {
             tuple(model.weights.get(name) for model in models): name for name in self._trained
         }
