@@ -78,6 +78,7 @@ def test_training_goes_on_bit_for_bit_where_experts_fold_tensor_parallel_ranks(
     require_saved_again(tmp_path / "four", tmp_path / "four again")
 
 
+@pytest.mark.thorough
 def test_experts_go_from_ranks_without_tensor_parallelism_to_folded_ones(
     engine, require_saved_again, tmp_path: Path
 ) -> None:
