@@ -194,3 +194,42 @@ def test_an_editable_install_has_the_kernel_beside_its_source_or_none(hook, tmp_
 
     assert len(said) == 1
     assert [path.suffix for path in arrays.iterdir() if path.suffix not in {".c", ".h"}] == []
+
+
+AT_ONCE = """
+import sys, threading
+import numpy as np
+from restride.arrays.fingerprint import Digester
+
+sys.setswitchinterval(1e-6)
+content = np.arange(1 << 16, dtype=np.uint32).view(np.uint8)
+together = threading.Barrier(8)
+found = set()
+
+def digest():
+    digester = Digester()
+    together.wait()
+    found.add(digester.digest(content, 0))
+
+threads = [threading.Thread(target=digest) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(*found)
+"""
+
+
+def test_the_first_digests_of_a_process_are_right_in_all_threads_at_once():
+    """Weights that each thread had made for itself were freed under the others."""
+    expected = Digester().digest(np.arange(1 << 16, dtype=np.uint32).view(np.uint8), 0)
+    for _ in range(4):
+        printed = subprocess.run(
+            [sys.executable, "-c", AT_ONCE],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split()
+
+        assert printed == [str(expected)]

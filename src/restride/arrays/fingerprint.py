@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -82,18 +81,6 @@ def scratch_nbytes(rows: int) -> int:
 SCRATCH_NBYTES: Final = scratch_nbytes(_ROWS_AT_ONCE)
 
 
-@cache
-def word_weights() -> NDArray[np.float64]:
-    """Weights of the words of a row: an integer for each word and sum."""
-    return _weights(b"words", (_WORDS, _SUMS))
-
-
-@cache
-def row_weights() -> NDArray[np.float64]:
-    """Weights of the sums of the rows of a block: an integer for each row, sum and sum of sums."""
-    return _weights(b"rows", (_ROWS * _SUMS, _SUMS))
-
-
 def _weights(level: bytes, shape: tuple[int, int]) -> NDArray[np.float64]:
     stream = hashlib.shake_256(_SEED + b" " + level).digest(2 * shape[0] * shape[1])
     words = np.frombuffer(stream, "<u2") & ((1 << _WEIGHT_BITS) - 1)
@@ -102,13 +89,30 @@ def _weights(level: bytes, shape: tuple[int, int]) -> NDArray[np.float64]:
     start = -memory.ctypes.data % _VECTOR_NBYTES
     weights = memory[start : start + 8 * words.size].view(np.float64)
     weights[:] = words
+    weights.flags.writeable = False
     return weights.reshape(shape)
 
 
-@cache
+# Made when the module is imported, once: the kernel is given their addresses, and of two threads
+# that each made them at the first digest one would be given those of memory that is free again.
+_WORD_WEIGHTS: Final = _weights(b"words", (_WORDS, _SUMS))
+_ROW_WEIGHTS: Final = _weights(b"rows", (_ROWS * _SUMS, _SUMS))
+_ADDRESSES: Final = (_WORD_WEIGHTS.ctypes.data, _ROW_WEIGHTS.ctypes.data)
+
+
+def word_weights() -> NDArray[np.float64]:
+    """Weights of the words of a row: an integer for each word and sum."""
+    return _WORD_WEIGHTS
+
+
+def row_weights() -> NDArray[np.float64]:
+    """Weights of the sums of the rows of a block: an integer for each row, sum and sum of sums."""
+    return _ROW_WEIGHTS
+
+
 def weight_addresses() -> tuple[int, int]:
     """Where the kernel finds the weights of words and of rows."""
-    return word_weights().ctypes.data, row_weights().ctypes.data
+    return _ADDRESSES
 
 
 def block_weights(block: int) -> tuple[int, ...]:
