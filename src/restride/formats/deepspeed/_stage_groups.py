@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,13 @@ from restride.checkpoint.orders import merged_order
 from restride.checkpoint.training import ParameterGroup
 from restride.errors import RestrideError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
-from restride.formats.deepspeed._values import JsonWriter
+from restride.formats.deepspeed._values import JsonWriter, read_bytes
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from restride.checkpoint.values import StoredTensor, Value
+    from restride.checkpoint.values import Value
 
 __all__ = ["merged_groups", "require_one_order"]
 
@@ -120,16 +121,7 @@ def _shown(group: ParameterGroup) -> str:
 
 def _text(entries: Mapping[str, Value], pool: FilePool) -> str:
     """Entries in a form that can be compared, with the bytes of small tensors in it."""
-
-    def read(tensor: StoredTensor) -> bytes:
-        numel = 1
-        for size in tensor.shape:
-            numel *= size
-        buffer = bytearray(numel * tensor.storage.dtype.itemsize_nbytes)
-        pool.read_exact(tensor.storage.file, tensor.start_nbytes, buffer)
-        return bytes(buffer)
-
-    writer = JsonWriter(read)
+    writer = JsonWriter(partial(read_bytes, pool))
     try:
         found = {key: writer.of(Field(value, key)) for key, value in entries.items()}
     except RestrideError as error:

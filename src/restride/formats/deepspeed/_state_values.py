@@ -8,17 +8,17 @@ other_files  by file: what the files of other ranks have that the first one has 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
 from restride.formats.deepspeed import _model, _optimizer, _whole_file
-from restride.formats.deepspeed._values import JsonWriter
+from restride.formats.deepspeed._values import JsonWriter, read_bytes
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from restride.checkpoint.values import StoredTensor
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._optimizer import ZeroFile
     from restride.formats.deepspeed._run import Run
@@ -152,7 +152,7 @@ def _entries(
     members: Sequence[Sequence[str | int]] | None = None,
 ) -> dict[str, Json]:
     """Write the values of one file; parameters of a group get their names instead of numbers."""
-    writer = JsonWriter(lambda tensor: _read(pool, tensor), skipped_keys=_MAP_KEYS)
+    writer = JsonWriter(partial(read_bytes, pool), skipped_keys=_MAP_KEYS)
     entries = {key: writer.of(field) for key, field in fields.items()}
     for where in writer.left_behind:
         message = f"{where} is a tensor too large for a value: only DeepSpeed's own forms carry it"
@@ -165,15 +165,6 @@ def _entries(
         plain = group if isinstance(group, dict) else {}
         groups.append({**plain, "params": list(names)})
     return {**entries, "param_groups": groups}
-
-
-def _read(pool: FilePool, tensor: StoredTensor) -> bytes:
-    numel = 1
-    for size in tensor.shape:
-        numel *= size
-    buffer = bytearray(numel * tensor.storage.dtype.itemsize_nbytes)
-    pool.read_exact(tensor.storage.file, tensor.start_nbytes, buffer)
-    return bytes(buffer)
 
 
 def _compare_counters(run: Run, models: Sequence[tuple[str, Mapping[str, Json]]]) -> None:
@@ -196,7 +187,7 @@ def _compare_steps(runs: Sequence[Run], pool: FilePool) -> None:
             step = group.scalars.get("step")
             if step is None:
                 continue
-            content = _read(pool, step)
+            content = read_bytes(pool, step)
             name, expected = first.setdefault(number, (zero.name, content))
             if content != expected:
                 message = (

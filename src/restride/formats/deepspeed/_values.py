@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from restride.checkpoint.values import Value
+    from restride.storage.ranges import FilePool
 
-__all__ = ["Json", "JsonWriter"]
+__all__ = ["Json", "JsonWriter", "read_bytes"]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -182,3 +183,15 @@ def _is_dense(tensor: StoredTensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def read_bytes(pool: FilePool, tensor: StoredTensor) -> bytes:
+    """Read all bytes of a tensor that is stored in one piece: a small one, for a `JsonWriter`.
+
+    Raises:
+        CorruptError: The file ends before.
+        ExecutionError: The system cannot read it.
+    """
+    buffer = bytearray(prod(tensor.shape) * tensor.storage.dtype.itemsize_nbytes)
+    pool.read_exact(tensor.storage.file, tensor.start_nbytes, buffer)
+    return bytes(buffer)

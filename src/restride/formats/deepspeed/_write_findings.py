@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
@@ -11,14 +12,13 @@ from restride.formats.deepspeed._fields import Field, shown
 from restride.formats.deepspeed._momentum import states_kept_whole, trains_by_muon
 from restride.formats.deepspeed._native_target import PlacedNative
 from restride.formats.deepspeed._settings import zero_setting
-from restride.formats.deepspeed._values import JsonWriter
+from restride.formats.deepspeed._values import JsonWriter, read_bytes
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from restride.checkpoint.training import ModelRank, Training
-    from restride.checkpoint.values import StoredTensor
     from restride.formats.deepspeed._values import Json
     from restride.formats.deepspeed._writing import Writing
 
@@ -201,16 +201,7 @@ def rank_findings(training: Training, chosen: Sequence[int]) -> Iterator[Finding
 
 def _comparable(rank: ModelRank, pool: FilePool) -> dict[str, Json]:
     """Values of a rank in a form that can be compared."""
-
-    def read(tensor: StoredTensor) -> bytes:
-        numel = 1
-        for size in tensor.shape:
-            numel *= size
-        buffer = bytearray(numel * tensor.storage.dtype.itemsize_nbytes)
-        pool.read_exact(tensor.storage.file, tensor.start_nbytes, buffer)
-        return bytes(buffer)
-
-    writer = JsonWriter(read)
+    writer = JsonWriter(partial(read_bytes, pool))
     try:
         return {
             key: writer.of(Field(value, key))
