@@ -121,11 +121,16 @@ def _require_taken(wanted: Wanted) -> None:
             why = ": it has every state, as it is stored" if is_of_weights else ""
             # Two options for a stage: a universal folder has no ranks, only a shape.
             like = {"stage": "zero", "zero": "stage"}.get(option.name)
-            instead = f"say {like}" if like in taken else "leave it out"
+            instead = f"say --{like}" if like in taken else "leave it out"
             raise UnsupportedError(
-                f"{wanted.to} takes no {option.name}{why}",
+                f"{wanted.to} takes no {_spelled(option.name)}{why}",
                 remedy=f"{instead}, or convert to {' or '.join(takers)}",
             )
+
+
+def _spelled(name: str) -> str:
+    """A member of `Wanted` as the command line has it."""
+    return "--" + {"max_shard_nbytes": "max_shard_size"}.get(name, name).replace("_", "-")
 
 
 def _lay_out_safetensors(

@@ -151,5 +151,5 @@ def test_a_conversion_goes_on_with_moments_and_settings_or_not_at_all(checkpoint
 
 
 def test_weights_alone_take_no_transform(checkpoint, tmp_path):
-    with pytest.raises(UnsupportedError, match="safetensors takes no optimizer_transform"):
+    with pytest.raises(UnsupportedError, match="safetensors takes no --optimizer-transform"):
         convert(checkpoint, tmp_path / "out", optimizer_transform=True)

@@ -325,7 +325,7 @@ def test_other_formats_take_no_word_of_the_next_run(checkpoint: Path) -> None:
     ran = run("convert", checkpoint.name, "out", "--config", "model.json")
 
     assert ran.err == (
-        "restride: safetensors takes no config; leave it out, or convert to deepspeed\n"
+        "restride: safetensors takes no --config; leave it out, or convert to deepspeed\n"
     )
 
 

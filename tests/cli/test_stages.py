@@ -57,4 +57,4 @@ def test_other_formats_have_no_stages(tmp_path):
     ran = run("convert", str(PIPELINE), str(tmp_path / "out"), "--pp", "3")
 
     assert ran.code == 2
-    assert "safetensors takes no pp" in ran.err
+    assert "safetensors takes no --pp" in ran.err

@@ -437,18 +437,22 @@ def test_moments_do_not_follow_it_silently(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "option", [{"states": "weights"}, {"dtype": "float32"}, {"max_shard_nbytes": 1 << 20}]
+    ("option", "spelled"),
+    [
+        ({"states": "weights"}, "--states"),
+        ({"dtype": "float32"}, "--dtype"),
+        ({"max_shard_nbytes": 1 << 20}, "--max-shard-size"),
+    ],
 )
 @pytest.mark.parametrize("to", ["deepspeed", "universal"])
-def test_options_of_safetensors_are_refused(tmp_path, to, option):
+def test_options_of_safetensors_are_refused(tmp_path, to, option, spelled):
     write_zero_run(tmp_path / "run", small_run())
-    (name,) = option
 
     with pytest.raises(UnsupportedError) as caught:
         api.convert(tmp_path / "run", tmp_path / "out", to=to, **option)
     assert str(caught.value) == (
-        f"{to} takes no {name}: it has every state, as it is stored; leave it out, or convert to "
-        "safetensors"
+        f"{to} takes no {spelled}: it has every state, as it is stored; leave it out, or convert "
+        "to safetensors"
     )
 
 
@@ -458,5 +462,5 @@ def test_options_of_sharded_files_are_refused_elsewhere(tmp_path, to, option):
     write_zero_run(tmp_path / "run", small_run())
     (name,) = option
 
-    with pytest.raises(UnsupportedError, match=f"^{to} takes no {name}; .* convert to deepspeed"):
+    with pytest.raises(UnsupportedError, match=f"^{to} takes no --{name}; .* convert to deepspeed"):
         api.convert(tmp_path / "run", tmp_path / "out", to=to, **option)

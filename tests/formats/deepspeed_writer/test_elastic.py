@@ -154,7 +154,7 @@ def test_a_checkpoint_that_has_its_own_takes_no_others(tmp_path):
 
     with pytest.raises(UnsupportedError, match="the checkpoint has its own"):
         api.convert(own, tmp_path / "out", to="deepspeed", hyperparameters=given(tmp_path))
-    with pytest.raises(UnsupportedError, match="safetensors takes no hyperparameters"):
+    with pytest.raises(UnsupportedError, match="safetensors takes no --hyperparameters"):
         api.convert(own, tmp_path / "out", hyperparameters=given(tmp_path))
 
 

@@ -364,11 +364,11 @@ def test_a_stage_that_there_is_not_is_refused(tmp_path):
 
     with pytest.raises(UnsupportedError, match="no universal folder for ZeRO-4; choose 1, 2 or 3"):
         api.convert(source, tmp_path / "out", to="universal", stage=4)
-    with pytest.raises(UnsupportedError, match="safetensors takes no stage; leave it out"):
+    with pytest.raises(UnsupportedError, match="safetensors takes no --stage; leave it out"):
         api.convert(source, tmp_path / "out", stage=3)
-    with pytest.raises(UnsupportedError, match="deepspeed takes no stage; say zero, or convert"):
+    with pytest.raises(UnsupportedError, match="deepspeed takes no --stage; say --zero, or"):
         api.convert(source, tmp_path / "out", to="deepspeed", stage=3)
-    with pytest.raises(UnsupportedError, match="universal takes no zero; say stage, or convert"):
+    with pytest.raises(UnsupportedError, match="universal takes no --zero; say --stage, or"):
         api.convert(source, tmp_path / "out", to="universal", zero=3)
 
 

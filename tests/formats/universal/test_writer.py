@@ -466,11 +466,12 @@ def test_safetensors_cannot_become_a_universal_folder(tmp_path):
         api.convert(tmp_path / "weights", tmp_path / "out", to="universal")
 
 
-@pytest.mark.parametrize("option", [{"dtype": "float32"}, {"max_shard_nbytes": 100}])
-def test_options_of_another_format_are_refused(tmp_path, option):
-    (name,) = option
-
-    with pytest.raises(UnsupportedError, match=f"takes no {name}"):
+@pytest.mark.parametrize(
+    ("option", "spelled"),
+    [({"dtype": "float32"}, "--dtype"), ({"max_shard_nbytes": 100}, "--max-shard-size")],
+)
+def test_options_of_another_format_are_refused(tmp_path, option, spelled):
+    with pytest.raises(UnsupportedError, match=f"takes no {spelled}"):
         api.convert(written(tmp_path / "in"), tmp_path / "out", to="universal", **option)
 
 

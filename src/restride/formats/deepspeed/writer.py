@@ -132,5 +132,5 @@ def _require_stages(catalog: Catalog, training: Training, target: DeepSpeedTarge
         raise UnsupportedError(
             "is of no pipeline, and has no layers that could be dealt out to stages",
             where=catalog.root,
-            remedy="leave out what is said of stages: pp, pp_layers, pp_tied",
+            remedy="leave out --pp, --pp-layers and --pp-tied",
         )
