@@ -139,6 +139,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "tensor_parallel": {"autotp_size": 2},
         },
     },
+    "experts_folded_z0": {
+        "ranks": 4,
+        "experts": True,
+        "config": {
+            "zero_optimization": {"stage": 0},
+            **FOLDED,
+            # With fewer, two ranks would write the same file of an expert at once.
+            "expert_parallel": {**EXPERTS["expert_parallel"], "autoep_size": 4},
+        },
+    },
     "experts_folded_z1": {
         "ranks": 4,
         "experts": True,
@@ -357,7 +367,8 @@ def save_experts(engine: Any, rank: int, out: str) -> None:
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    found = gather(engine, ["exp_avg", "exp_avg_sq"])
+    states = ["exp_avg", "exp_avg_sq"]
+    found = (gather if engine.zero_optimization() else look_up)(engine, states)
     own = {key: value for key, value in found.items() if ".experts.w" in key}
     place = groups._get_expert_parallel_rank(groups._get_max_expert_size_name())
     everyone: list[Any] = [None] * torch.distributed.get_world_size()

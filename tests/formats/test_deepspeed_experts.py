@@ -124,7 +124,7 @@ def folded(tmp_path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("name", ["experts_folded_z1", "experts_folded_z3"])
+@pytest.mark.parametrize("name", ["experts_folded_z0", "experts_folded_z1", "experts_folded_z3"])
 def test_folded_experts_are_what_the_ranks_that_hold_them_say(name):
     catalog = read_catalog(RECORDED.parent / name)
     states = gather_all(catalog)
@@ -229,6 +229,68 @@ def test_a_fold_that_is_not_understood(folded, change, error, words):
     both(folded, change)
 
     refused(folded, words, error=error)
+
+
+# Without ZeRO each pair of ranks has an optimizer file: four experts' ranks over two others.
+
+
+@pytest.fixture
+def folded_whole(tmp_path) -> Path:
+    """The same without ZeRO, on four expert-parallel ranks."""
+    shutil.copytree(RECORDED.parent / "experts_folded_z0", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_without_zero_dense_states_are_cut_and_repeated_and_those_of_experts_are_whole(
+    folded_whole,
+):
+    catalog = read_catalog(folded_whole)
+    tensors = {tensor.name: tensor for tensor in catalog.tensors}
+    dense = tensors["model.layers.0.self_attn.q_proj.weight"].states["exp_avg"]
+    expert = tensors[NAME].states["exp_avg"]
+
+    assert str(catalog.mesh) == str(dense.layout.mesh) == "dp=2,tp=2"
+    assert [layout.shard_shape(3) for layout in (dense.layout, expert.layout)] == [
+        (4, 8),
+        (1, 8, 8),
+    ]
+    assert [catalog.files[region.file].name for region in dense.regions] == [
+        f"step/expp_rank_{rank}_mp_rank_{rank % 2:02d}_optim_states.pt" for rank in range(4)
+    ]
+
+
+def test_every_copy_of_a_dense_state_is_compared(folded_whole):
+    first = read_catalog(folded_whole).tensors[0]
+    shape = first.states["exp_avg"].layout.shard_shape(2)
+    edit_file(
+        folded_whole / "step" / "expp_rank_2_mp_rank_00_optim_states.pt",
+        lambda root: root["optimizer"]["optimizer_state_dict"]["state"][0].update(
+            exp_avg=Array("float32", shape, bytes(4 * shape[0] * shape[1]))
+        ),
+    )
+
+    drifted = [f for f in api.check(folded_whole).findings if f.severity == "error"]
+
+    assert f"tensor '{first.name}', state 'exp_avg': ranks 0" in drifted[0].message
+
+
+def test_a_missing_pair_of_ranks_costs_the_states(folded_whole):
+    (folded_whole / "step" / "expp_rank_3_mp_rank_01_optim_states.pt").unlink()
+    catalog = read_catalog(folded_whole)
+
+    (found,) = [f for f in catalog.findings if f.kind == "missing-file"]
+    assert "1 of 4 optimizer files" in found.message
+    assert "expp_rank_3_mp_rank_01_optim_states.pt" in found.message
+    assert all(list(tensor.states) == ["weight"] for tensor in catalog.tensors if tensor.states)
+
+
+def test_a_pair_of_ranks_that_no_rank_is_is_left_out(folded_whole):
+    first = folded_whole / "step" / "expp_rank_3_mp_rank_01_optim_states.pt"
+    shutil.copy(first, first.with_name("expp_rank_3_mp_rank_00_optim_states.pt"))
+
+    (found,) = [f for f in read_catalog(folded_whole).findings if f.kind == "stale-file"]
+
+    assert "4 expert-parallel ranks on 2 tensor-parallel ones" in found.message
 
 
 def test_tensor_parallel_ranks_with_different_experts(folded):

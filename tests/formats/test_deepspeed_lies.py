@@ -312,10 +312,6 @@ def test_two_model_files_of_one_rank(saved):
     [
         ("layer_00-slice_00-model_states.pt", "pipeline layers of ranks with axes of their own"),
         ("expert_0_mp_rank_00_model_states.pt", "experts of an old DeepSpeed"),
-        (
-            "expp_rank_0_mp_rank_01_optim_states.pt",
-            "expert optimizers of several tensor-parallel ranks",
-        ),
     ],
 )
 def test_files_of_other_kinds_of_runs(saved, name, what):

@@ -7,6 +7,7 @@ other axes, along which everything is held again.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from restride.algebra.mesh import MeshLike
 
-__all__ = ["along", "axes_of", "lift", "place", "reshaped", "row_layout"]
+__all__ = ["along", "axes_of", "lift", "place", "repeated", "reshaped", "row_layout"]
 
 
 def axes_of(*steps: tuple[int, int, int, int]) -> tuple[Axis, ...]:
@@ -167,6 +168,26 @@ def lift(layout: Layout, *, mesh: MeshLike, axis: str | None = None) -> Layout:
             f"{str(target.mesh)!r} has {target.size}"
         )
     return place(layout, target)
+
+
+def repeated(layout: Layout, mesh: Mesh) -> Layout:
+    """Carry a layout to the ranks of a larger mesh, which have the same again and again.
+
+    Args:
+        layout: Layout of some ranks.
+        mesh: A mesh of so many times as many.
+
+    Examples:
+        >>> from restride.layouts.split import split
+        >>> layout = repeated(split((4,), mesh={"tp": 2}), Mesh((("file", 4),)))
+        >>> [[piece.full_base for piece in layout.pieces(rank)] for rank in range(4)]
+        [[0], [2], [0], [2]]
+    """
+    if layout.rank_count == mesh.size:
+        return layout
+    ranks = Mesh((("rank", layout.rank_count),))
+    copies = Mesh((("copy", mesh.size // layout.rank_count), *ranks.axes))
+    return replace(lift(replace(layout, mesh=ranks), mesh=copies, axis="rank"), mesh=mesh)
 
 
 def place(layout: Layout, target: MeshAxis) -> Layout:

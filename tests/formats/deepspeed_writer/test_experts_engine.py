@@ -78,6 +78,44 @@ def test_training_goes_on_bit_for_bit_where_experts_fold_tensor_parallel_ranks(
     require_saved_again(tmp_path / "four", tmp_path / "four again")
 
 
+def test_without_zero_training_goes_on_bit_for_bit_where_experts_fold_others(
+    engine, require_saved_again, tmp_path: Path
+) -> None:
+    """Every pair of an expert-parallel and a tensor-parallel rank has an optimizer of its own."""
+    preset = {"preset_model": "mixtral"}
+    config = {"expert_parallel": preset, "tensor_parallel": preset}
+    folded = {"model": "mixtral", "config": config, "tp": 2, "dtype": "fp32"}
+    two, four = {**folded, "world": 2, "ep": 2}, {**folded, "world": 4, "ep": 4}
+    never_stopped = engine(**two, zero=0, steps=1, save=tmp_path / "source", more=1)
+
+    api.convert(tmp_path / "source", tmp_path / "four", to="deepspeed", dp=2, ep=4)
+    on_four = engine(
+        **four, zero=0, skip=1, steps=1, load=tmp_path / "four", resave=tmp_path / "again"
+    )
+
+    assert [*never_stopped[:1], *on_four] == never_stopped
+    require_saved_again(tmp_path / "four", tmp_path / "again")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0)])
+def test_folded_experts_come_to_an_engine_with_zero_and_to_one_without(
+    source: int, target: int, engine, require_saved_again, tmp_path: Path
+) -> None:
+    preset = {"preset_model": "mixtral"}
+    config = {"expert_parallel": preset, "tensor_parallel": preset}
+    job = {"model": "mixtral", "config": config, "tp": 2, "world": 2, "ep": 2, "dtype": "fp32"}
+    never_stopped = engine(**job, zero=source, steps=1, save=tmp_path / "source", more=1)
+
+    api.convert(tmp_path / "source", tmp_path / "out", to="deepspeed", zero=target)
+    later = engine(
+        **job, zero=target, skip=1, steps=1, load=tmp_path / "out", resave=tmp_path / "again"
+    )
+
+    assert [*never_stopped[:1], *later] == never_stopped
+    require_saved_again(tmp_path / "out", tmp_path / "again")
+
+
 @pytest.mark.thorough
 def test_experts_go_from_ranks_without_tensor_parallelism_to_folded_ones(
     engine, require_saved_again, tmp_path: Path

@@ -213,7 +213,7 @@ def _rank_count(run: Run) -> int | None:
     """Expert-parallel ranks of DeepSpeed's own layers: by the groups, or by the files of ranks."""
     said = said_rank_count(_param_groups(run))
     if said is None and run.folder.expert_optimizers:
-        return 1 + max(run.folder.expert_optimizers)
+        return 1 + max(ep for ep, _ in run.folder.expert_optimizers)
     return said
 
 

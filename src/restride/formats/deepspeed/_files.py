@@ -5,6 +5,7 @@
     TAG/zero_pp_rank_D_mp_rank_TT_model_states.pt           ZeRO-3: the same of one (dp, tp) rank
     TAG/[bf16_|fp16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt   optimizer of one (dp, tp) rank
     TAG/layer_L_expert_E_mp_rank_TT_model_states.pt         one expert of one layer
+    TAG/expp_rank_E_mp_rank_TT_optim_states.pt              without ZeRO: optimizer of one (ep, tp)
     TAG/layer_LL[-model_TT]-model_states.pt                 one layer of a pipeline
 
 The "pp_rank" in the names of ZeRO files is the data-parallel rank. In a pipeline, the ``mp_rank``
@@ -39,7 +40,7 @@ _OPTIMIZER: Final = re.compile(
     r"(bf16_|fp16_|)zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_?optim_states\.pt"
 )
 _EXPERT: Final = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
-_EXPERT_OPTIMIZER: Final = re.compile(r"expp_rank_(\d{1,6})_mp_rank_0{1,6}_optim_states\.pt")
+_EXPERT_OPTIMIZER: Final = re.compile(r"expp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _LAYER: Final = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
 _OTHER_LAYOUTS: Final = (
     (
@@ -47,10 +48,6 @@ _OTHER_LAYOUTS: Final = (
         "pipeline layers of ranks with axes of their own",
     ),
     (re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt"), "experts of an old DeepSpeed"),
-    (
-        re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt"),
-        "expert optimizers of several tensor-parallel ranks",
-    ),
 )
 _LATEST: Final = "latest"
 _Rank = TypeVar("_Rank", int, tuple[int, int])
@@ -104,7 +101,7 @@ class TagFolder:
         partitioned: Model files of ZeRO-3 by (data-parallel, model-parallel) rank.
         optimizers: Optimizer files in the order of their names.
         experts: Expert files in the order of their names.
-        expert_optimizers: Optimizer files of expert-parallel ranks, without ZeRO.
+        expert_optimizers: Optimizer files by (expert-parallel, tensor-parallel) rank, without ZeRO.
         layers: Files of pipeline layers in the order of their names.
         unknown: Other ``.pt`` files.
     """
@@ -115,7 +112,7 @@ class TagFolder:
     partitioned: dict[tuple[int, int], str] = field(default_factory=dict)
     optimizers: list[OptimizerFile] = field(default_factory=list)
     experts: list[ExpertFile] = field(default_factory=list)
-    expert_optimizers: dict[int, str] = field(default_factory=dict)
+    expert_optimizers: dict[tuple[int, int], str] = field(default_factory=dict)
     layers: list[LayerFile] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
@@ -187,8 +184,9 @@ def list_files(path: Path, below: str) -> TagFolder:
         elif match := _EXPERT.fullmatch(name):
             folder.experts.append(ExpertFile(name, int(match[1]), int(match[2]), tp=int(match[3])))
         elif match := _EXPERT_OPTIMIZER.fullmatch(name):
-            rank = int(match[1])
-            _add(folder.expert_optimizers, rank, name, f"optimizer files of ep rank {rank}", path)
+            ep, tp = int(match[1]), int(match[2])
+            what = f"optimizer files of ep rank {ep}" + (f", tp rank {tp}" if tp else "")
+            _add(folder.expert_optimizers, (ep, tp), name, what, path)
         elif match := _LAYER.fullmatch(name):
             folder.layers.append(LayerFile(name, int(match[1]), tp=int(match[2] or 0)))
         elif name.endswith(".pt"):

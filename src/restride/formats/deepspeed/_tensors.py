@@ -25,6 +25,7 @@ from restride.formats.deepspeed._states import (
 )
 from restride.layouts.fused_names import find_wrong_cut
 from restride.layouts.gathered import experts as experts_layout
+from restride.layouts.lifting import repeated
 from restride.layouts.replicated import replicated
 
 if TYPE_CHECKING:
@@ -338,8 +339,7 @@ class _Reader:
     def _whole_states(self, whole: Whole, name: str, layout: Layout) -> dict[str, StateEntry]:
         """States that each tensor-parallel or expert-parallel rank stores of its whole shard."""
         owned = {n: rank.owned[name] for n, rank in enumerate(whole.ranks) if name in rank.owned}
-        if layout.rank_count != whole.mesh.size:  # dense parameters beside experts
-            layout = replicated(layout.full_shape, mesh=whole.mesh)
+        layout = repeated(layout, whole.mesh)
         files, where = self._run.files, f"tensor {name!r}"
         arrays = {rank: own.arrays for rank, own in owned.items()}
         scalars = {rank: own.scalars for rank, own in owned.items()}

@@ -73,7 +73,8 @@ class Whole:
 
     Attributes:
         ranks: One for each rank of `mesh`.
-        mesh: The tensor-parallel ranks, or the expert-parallel ones.
+        mesh: The tensor-parallel ranks, or the expert-parallel ones; where these fold the others,
+            the first ranks of the run that have all of both.
         members: Trained parameters of each group over all ranks, in the optimizer's order.
         aliases: Second names of tied weights.
         problem: Why the states have no names and are left out; None where they have.
@@ -154,12 +155,13 @@ def _sources(
 ) -> tuple[Mesh, list[Source]]:
     """What each rank saved; nothing where that was no optimizer."""
     if experts is not None and run.folder.expert_optimizers:
+        states = open_optimizers(run, experts) or {}
         mesh = Mesh((("ep", experts.count),))
-        model = run.models[0]
-        states = open_optimizers(run, experts) or ()
+        if run.tp_size > 1:
+            mesh = Mesh((("dp", len(experts.places(run)) // run.tp_size), ("tp", run.tp_size)))
         return mesh, [
-            _source(model, read_whole_file(state), aliases, experts.held(rank))
-            for rank, state in enumerate(states)
+            _source(run.models[tp], read_whole_file(state), aliases, experts.held(ep))
+            for (ep, tp), state in states.items()
         ]
     mesh = Mesh((("tp", run.tp_size),))
     if all(model.optimizer is None for model in run.models):

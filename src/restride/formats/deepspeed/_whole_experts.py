@@ -1,15 +1,17 @@
 """Experts without ZeRO: the optimizer of each expert-parallel rank, in a file of its own.
 
-``expp_rank_E_mp_rank_TT_optim_states.pt`` holds what the first of the data-parallel ranks with the
-same experts has: the states of all dense parameters, which are the same in every such file, and
-those of its own experts (deepspeed 0.19.8 `runtime/engine.py`, `_save_moe_checkpoint`). An engine
-resumes from these files; the model file repeats the first of them. Weights are saved as copies, so
-that a second name of a parameter has bytes of its own.
+``expp_rank_E_mp_rank_TT_optim_states.pt`` holds what the first of the ranks with the same experts
+has: the states of all dense parameters, of which every tensor-parallel rank has its shard, and
+those of its own experts (deepspeed 0.19.8 `runtime/engine.py`, `_save_moe_checkpoint`). Where
+expert-parallel ranks fold tensor-parallel ones, the file of each pair of both that a rank is. An
+engine resumes from these files; the model files repeat what the first data-parallel ranks have.
+Weights are saved as copies, so that a second name of a parameter has bytes of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import TYPE_CHECKING
 
 from restride.checkpoint.catalog import Finding
@@ -51,6 +53,16 @@ class ExpertRanks:
         """Whether they are no stacks: each expert of DeepSpeed's own layer has its own tensors."""
         return any(isinstance(expert, NativeExpert) for expert in self.parameters.values())
 
+    def places(self, run: Run) -> list[tuple[int, int]]:
+        """The expert-parallel and the tensor-parallel rank of each rank that differs from others.
+
+        Expert-parallel ranks are neighbours among all ranks, as tensor-parallel ones are; after as
+        many as both have in common, the ranks repeat what others have.
+        """
+        return [
+            (rank % self.count, rank % run.tp_size) for rank in range(lcm(self.count, run.tp_size))
+        ]
+
     def held(self, rank: int) -> dict[str, tuple[StoredTensor, ...]]:
         """What a rank has of its experts, those of a stack side by side; if the files are there."""
         found: dict[str, tuple[StoredTensor, ...]] = {}
@@ -84,15 +96,16 @@ def find_experts(run: Run) -> ExpertRanks | None:
     return ExpertRanks(*open_experts(run))
 
 
-def open_optimizers(run: Run, experts: ExpertRanks) -> list[Field] | None:
-    """Open the optimizer file of each expert-parallel rank.
+def open_optimizers(run: Run, experts: ExpertRanks) -> dict[tuple[int, int], Field] | None:
+    """Open the optimizer file of each expert-parallel rank, on each tensor-parallel one.
 
     Args:
         run: The files. Findings are added to it.
         experts: What is known of the experts.
 
     Returns:
-        The optimizer's dict of each rank; None where there is no such file, or one is missing.
+        The optimizer's dict by expert-parallel and tensor-parallel rank, in the order of the ranks
+        of the run; None where there is no such file, or one is missing.
 
     Raises:
         CorruptError: There are optimizer files of ZeRO as well, or nothing describes the experts.
@@ -114,22 +127,24 @@ def open_optimizers(run: Run, experts: ExpertRanks) -> list[Field] | None:
             where=str(run.folder.path),
             remedy="add the files layer_*_expert_*_model_states.pt",
         )
-    for rank, name in names.items():
-        if rank >= experts.count:
+    places = experts.places(run)
+    for (ep, tp), name in names.items():
+        if (ep, tp) not in places:
+            also = f" on {run.tp_size} tensor-parallel ones" if run.tp_size > 1 else ""
             message = (
-                f"{name} is of a rank that a run with {experts.count} expert-parallel ranks does "
-                "not have; it is left out"
+                f"{name} is of a rank that a run with {experts.count} expert-parallel ranks{also} "
+                "does not have; it is left out"
             )
             run.findings.append(Finding("warning", "stale-file", message, name))
-    missing = [rank for rank in range(experts.count) if rank not in names]
+    missing = [place for place in places if place not in names]
     if missing:
         message = (
-            f"{len(missing)} of {experts.count} optimizer files of expert-parallel ranks are "
-            f"missing (the first is expp_rank_{missing[0]}_mp_rank_00_optim_states.pt); the states "
-            "are left out"
+            f"{len(missing)} of {len(places)} optimizer files of expert-parallel ranks are "
+            f"missing (the first is expp_rank_{missing[0][0]}_mp_rank_{missing[0][1]:02d}_"
+            "optim_states.pt); the states are left out"
         )
         details = {"part": "optimizer"}
         where = str(run.folder.path)
         run.findings.append(Finding("error", "missing-file", message, where, details))
         return None
-    return [run.files.open(names[rank]).at("optimizer") for rank in range(experts.count)]
+    return {place: run.files.open(names[place]).at("optimizer") for place in places}

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._writing import Writing
     from restride.formats.deepspeed.target import DeepSpeedTarget
 
-__all__ = ["FOLDING", "expert_folding", "model_folding", "optimizer_folding", "require_foldable"]
+__all__ = [
+    "FOLDING",
+    "expert_folding",
+    "expert_places",
+    "model_folding",
+    "optimizer_folding",
+    "require_foldable",
+]
 
 FOLDING: Final = "folding"
 _VERSION: Final = 1
@@ -51,13 +58,6 @@ def require_foldable(target: DeepSpeedTarget, *, is_data_first: bool, where: str
             where=where,
             remedy="choose --tp 1",
         )
-    if not target.zero:
-        raise UnsupportedError(
-            f"has experts of AutoEP, which cannot be written without ZeRO for {target.tp} "
-            "tensor-parallel ranks",
-            where=where,
-            remedy="choose --zero 1, 2 or 3",
-        )
 
 
 def model_folding(placed: Placed, rank: int, names: Iterable[str]) -> dict[Value, Value]:
@@ -86,6 +86,13 @@ def optimizer_folding(writing: Writing, rank: int) -> dict[Value, Value]:
     if target.zero != _PARTITIONED_WEIGHTS:
         own["param_families"] = dict(_families(writing.training, placed, rank))
     return {FOLDING: own}
+
+
+def expert_places(placed: Placed) -> list[tuple[int, int]]:
+    """The expert-parallel and tensor-parallel rank of each rank that differs from all before it."""
+    target = placed.target
+    ranks = range(target.dp * target.tp)
+    return [*dict.fromkeys((placed.spread.place(rank)[0], rank % target.tp) for rank in ranks)]
 
 
 def expert_folding(placed: Placed, expert_rank: int, tp: int) -> dict[Value, Value]:

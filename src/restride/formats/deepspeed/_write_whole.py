@@ -18,10 +18,12 @@ from restride.checkpoint.values import StoredTensor
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._loss_scaler import entries_of_scaler
 from restride.formats.deepspeed._settings import is_bf16, is_enabled
+from restride.formats.deepspeed._write_folding import expert_folding, expert_places
 from restride.formats.deepspeed._write_groups import scalar_states, states_of
-from restride.formats.deepspeed._write_model import common_entries, module_of
+from restride.formats.deepspeed._write_model import common_entries, module_names, module_of
 from restride.formats.deepspeed._writing import FP32, WEIGHT, keyed, optimizer_key
 from restride.formats.deepspeed.target import DeepSpeedTarget
+from restride.layouts.lifting import repeated
 from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft
 
@@ -91,29 +93,35 @@ def _write_copies(
     kind: _Kind,
     weights: Mapping[str, OutputArray],
 ) -> None:
-    """Add one optimizer for each expert-parallel rank, and that of the first in the model file.
+    """Add one optimizer for each expert-parallel rank on each tensor-parallel one.
 
-    The engine looks for its own, ``expp_rank_E_mp_rank_00_optim_states.pt``, which has all other
-    parameters as well (deepspeed 0.19.8 `runtime/engine.py`, `_save_moe_checkpoint`). So the files
-    are ranks here, over which the experts are placed and everything else is replicated.
+    The engine looks for its own, ``expp_rank_E_mp_rank_TT_optim_states.pt``, which has all other
+    parameters as well (deepspeed 0.19.8 `runtime/engine.py`, `_save_moe_checkpoint`); the model
+    files repeat those of the first data-parallel ranks. So the files are ranks here, over which the
+    experts are placed and all else is held again and again.
     """
-    cutters = (0, *range(placed.spread.cutters))
+    target = writing.target
+    places = [placed.spread.place(rank)[0] for rank in range(target.tp)]
+    own = expert_places(placed)
+    cutters = (*places, *(expert for expert, _ in own))
     files = DeepSpeedTarget(tp=len(cutters), dp=1, zero=0)
     layouts = {
         name: placed.copies(name, cutters, files.tp_mesh)
         if writing.is_expert(name)
-        else replicated(layout.full_shape, mesh=files.tp_mesh)
+        else repeated(layout, files.tp_mesh)
         for name, layout in writing.layouts.items()
     }
     copies = replace(writing, layouts=layouts, target=files)
     parts = _parts(copies, kind)
-    model = FileDraft(writing.model_name(0))
-    _add_model(writing, weights, _Optimizer(copies, kind, 0, parts, model), 0)
-    for number in range(1, len(cutters)):
-        name = f"expp_rank_{number - 1}_mp_rank_00_optim_states.pt"
+    for tp in range(target.tp):
+        model = FileDraft(writing.model_name(tp))
+        _add_model(writing, weights, _Optimizer(copies, kind, tp, parts, model), tp)
+    for number, (expert, tp) in enumerate(own, target.tp):
+        name = f"expp_rank_{expert}_mp_rank_{tp:02d}_optim_states.pt"
         draft = FileDraft(f"{writing.training.tag}/{name}")
         optimizer = _Optimizer(copies, kind, number, parts, draft)
-        writing.output.add(draft, {"optimizer": optimizer.state()})
+        folding = expert_folding(placed, expert, tp)
+        writing.output.add(draft, {"optimizer": optimizer.state(), **folding})
 
 
 def _add_model(
@@ -136,7 +144,7 @@ def _add_model(
         "optimizer": optimizer.state(),
     }
     if writing.experts is not None:
-        entries |= writing.experts.entries(0)
+        entries |= writing.experts.entries(tp, module_names(writing), writing.universal_info)
     writing.output.add(draft, entries)
 
 
