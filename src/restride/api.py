@@ -1,19 +1,21 @@
-"""Open, check and convert checkpoints: the seam for the command line, notebooks and viewers."""
+"""Open, check and convert checkpoints: the seam for the command line, notebooks and viewers.
+
+Each name is imported when it is first used: who only looks at headers does not load the planner.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from restride.checking import CheckReport, check
-from restride.conversion import ConvertReport, PartExecutor, convert
-from restride.exports import Wanted
-from restride.formats._registry import open_catalog
-from restride.projecting import ConvertProjection, dry_run
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from os import PathLike
 
+    from restride.checking import CheckReport, check
     from restride.checkpoint.catalog import Catalog
+    from restride.conversion import ConvertReport, PartExecutor, convert
+    from restride.exports import Wanted
+    from restride.projecting import ConvertProjection, dry_run
 
 __all__ = [
     "CheckReport",
@@ -26,6 +28,29 @@ __all__ = [
     "dry_run",
     "open",
 ]
+
+_HOMES: Final = {
+    "CheckReport": "restride.checking",
+    "ConvertProjection": "restride.projecting",
+    "ConvertReport": "restride.conversion",
+    "PartExecutor": "restride.conversion",
+    "Wanted": "restride.exports",
+    "check": "restride.checking",
+    "convert": "restride.conversion",
+    "dry_run": "restride.projecting",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'restride.api' has no attribute {name!r}")
+    found: object = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def open(path: str | PathLike[str]) -> Catalog:  # noqa: A001 - reads as restride.open
@@ -46,4 +71,6 @@ def open(path: str | PathLike[str]) -> Catalog:  # noqa: A001 - reads as restrid
     Cost:
         Reads headers only; time grows with the number of tensors, not with their size.
     """
+    from restride.formats._registry import open_catalog  # noqa: PLC0415 - as the others are
+
     return open_catalog(path)

@@ -22,7 +22,7 @@ from restride.checkpoint.fingerprints import fingerprints_from_json
 from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
 from restride.checkpoint.pairing import arrays_of, pair_arrays, tensors_by_name
 from restride.checkpoint.proofs import prove_catalog
-from restride.errors import BudgetError, ExecutionError, PlanError
+from restride.errors import BudgetError, ExecutionError, FormatError, PlanError
 from restride.executors.comparing import CompareWriter
 from restride.executors.digesting import DigestWriter
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
@@ -46,13 +46,25 @@ if TYPE_CHECKING:
     from restride.executors.events import Observer
     from restride.planning.plan import Plan
 
-__all__ = ["ArrayDifference", "DiffReport", "check_against", "diff", "fingerprint"]
+__all__ = [
+    "ArrayDifference",
+    "DiffReport",
+    "check_against",
+    "diff",
+    "fingerprint",
+    "read_fingerprints",
+]
 
 _Array: TypeAlias = "tuple[str, str, StateEntry, DType]"
 
 _DEFAULT_BUDGET_NBYTES: Final = 512 << 20
 _OF_MANIFESTS: Final = b'"restride-manifest/'
 _HEAD_NBYTES: Final = 64
+# Those of millions of arrays; whoever names a checkpoint's own file shall not wait for all of it.
+_LARGEST_NBYTES: Final = 1 << 30
+_WHAT_HAS_FINGERPRINTS: Final = (
+    "name a file that `restride fingerprint -o` wrote, or an output of a conversion"
+)
 # Temporaries of one thread while values that differ are looked at.
 _COMPARING_NBYTES: Final = 1 << 20
 
@@ -253,7 +265,7 @@ def check_against(
             of fingerprints.
         BudgetError: The budget is too small for any buffer.
     """
-    expected = _expected(file)
+    expected = read_fingerprints(file)
     catalog = open_catalog(path)
     broken = {finding.where for finding in prove_catalog(catalog) if finding.severity == "error"}
     by_name = tensors_by_name(catalog)
@@ -299,7 +311,16 @@ def _deviations(
         yield Finding("note", "fingerprint-unknown", message, "", {"arrays": more})
 
 
-def _expected(file: str | PathLike[str]) -> Fingerprints:
+def read_fingerprints(file: str | PathLike[str]) -> Fingerprints:
+    """Read what `check_against` compares with, so that a wrong file is told before long work.
+
+    Args:
+        file: What `restride fingerprint -o` wrote, or an output of a conversion, or its manifest.
+
+    Raises:
+        FormatError: There are no fingerprints in it.
+        ExecutionError: It cannot be read.
+    """
     path = Path(file)
     if path.joinpath(MANIFEST_NAME).is_file():
         path /= MANIFEST_NAME
@@ -312,13 +333,21 @@ def _expected(file: str | PathLike[str]) -> Fingerprints:
 
 def _content(file: str | PathLike[str]) -> bytes:
     try:
-        return Path(file).read_bytes()
+        with Path(file).open("rb") as opened:
+            content = opened.read(_LARGEST_NBYTES + 1)
     except OSError as error:
         raise ExecutionError(
             f"cannot be read ({error.strerror})",
             where=str(file),
-            remedy="name a file that `restride fingerprint -o` wrote, or an output of a conversion",
+            remedy=_WHAT_HAS_FINGERPRINTS,
         ) from error
+    if len(content) > _LARGEST_NBYTES:
+        raise FormatError(
+            f"holds no fingerprints: it is larger than {_LARGEST_NBYTES:,} bytes",
+            where=str(file),
+            remedy=_WHAT_HAS_FINGERPRINTS,
+        )
+    return content
 
 
 def _fingerprints(

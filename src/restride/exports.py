@@ -228,9 +228,10 @@ def _size(catalog: Catalog, said: int | None, axis: str) -> int:
     known = dict(catalog.mesh.axes).get(axis)
     if known is None:
         raise UnsupportedError(
-            f"{catalog.format} was written by no {axis} ranks whose number could be kept",
+            f"a checkpoint of the format {catalog.format} is not cut over {axis} ranks whose "
+            "number could be kept",
             where=catalog.root,
-            remedy=f"say how many there will be: {axis}",
+            remedy=f"say how many the next run has: --{axis} N ({axis}=N in Python)",
         )
     return known
 

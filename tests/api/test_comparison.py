@@ -289,6 +289,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         comparison.check_against(SAMPLE, tmp_path / "f.json")
 
 
+def test_a_file_too_large_to_hold_fingerprints_is_not_read_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison, "_LARGEST_NBYTES", 1 << 20)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 40)
+
+    with pytest.raises(FormatError, match="holds no fingerprints: it is larger than 1,048,576"):
+        comparison.check_against(SAMPLE, tmp_path / "model.safetensors")
+
+
 @pytest.mark.parametrize("changed", ["a", "b"])
 def test_a_checkpoint_that_changes_while_it_is_compared_is_an_error(changed, shared, tmp_path):
     for name in ("a", "b"):

@@ -43,6 +43,26 @@ def test_help_and_usage_errors_load_nothing_heavy(arguments: str) -> None:
     assert not loaded & HEAVY
 
 
+@pytest.mark.parametrize(
+    "command", ["info", "check", "convert", "diff", "fingerprint", "layouts", "demo"]
+)
+def test_the_help_of_a_command_loads_no_arrays(command: str) -> None:
+    loaded = loaded_after(f"import restride.cli; restride.cli.main(['{command}', '--help'])")
+
+    assert "click" in loaded
+    assert not loaded & (HEAVY - {"msgspec"})
+
+
+def test_a_look_at_safetensors_loads_no_arrays(tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+    loaded = loaded_after(f"import restride.cli; restride.cli.main(['info', {str(path)!r}])")
+
+    assert not loaded & (HEAVY - {"msgspec"})
+
+
 def test_the_version_loads_no_more_than_the_kernel_needs() -> None:
     loaded = loaded_after("import restride.cli; restride.cli.main(['--version'])")
 

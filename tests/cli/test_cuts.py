@@ -244,8 +244,8 @@ def test_a_rule_file_that_is_none_is_refused(checkpoint: Path, content: bytes, w
     [
         (("--plan",), "say how many ranks the next run has: --tp"),
         (("--grain", "4"), "say how many ranks the next run has: --tp"),
-        (("--tp", "0"), "0 is not in the range x>=1"),
-        (("--tp", "4", "--grain", "0"), "0 is not in the range x>=1"),
+        (("--tp", "0"), "0 is not at least 1"),
+        (("--tp", "4", "--grain", "0"), "0 is not at least 1"),
         (("--tp", "4", "--config", "none.json"), "none.json: cannot be opened"),
         (("--tp", "4", "--no-plan"), "--no-plan says how the preset"),
         (("--tp", "4"), "give the config.json of the model (the names are those of codegen)"),

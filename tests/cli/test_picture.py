@@ -108,6 +108,12 @@ def test_what_is_too_fine_to_draw_is_left_to_the_axes(draw) -> None:
     assert lines[-1].split() == ["20000", "2", "-", "1", "walks", "the", "data"]
 
 
+def test_a_tensor_beyond_all_machines_is_left_to_the_axes(draw) -> None:
+    lines = draw(build("split", {"shape": f"{3 * 10**20}x9", "mesh": "tp=3"}))
+
+    assert lines[0] == "the blocks are too many or too few to draw; the axes say where they are"
+
+
 def test_pieces_beyond_a_few_and_blocks_beyond_a_line_are_counted(draw) -> None:
     reverse = ",".join(map(str, range(29, -1, -1)))
     lines = draw(

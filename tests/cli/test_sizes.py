@@ -30,6 +30,7 @@ from restride.cli.sizes import (
         ("0.3KiB", 307),
         ("1TB", 10**12),
         ("1PiB", 1 << 50),
+        ("512Mi", 512 << 20),
     ],
 )
 def test_a_size_is_read_with_decimal_and_binary_units(text: str, nbytes: int) -> None:
@@ -37,13 +38,23 @@ def test_a_size_is_read_with_decimal_and_binary_units(text: str, nbytes: int) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["", "MB", "-1MB", "1.2.3MB", "5 bytes", "1e6", "NaN", "0", "0.2B", "٣MB", "5 G"]
+    "text", ["", "MB", "-1MB", "1.2.3MB", "5 bytes", "1e6", "NaN", "0", "0.2B", "٣MB", "9" * 5000]
 )
 def test_what_is_no_size_is_refused_with_what_was_said(text: str) -> None:
     with pytest.raises(ValueError, match=r"no size|less than one byte") as caught:
         parse_size(text)
 
     assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["10g", "10 G", "5G", "1.5m"])
+def test_a_size_that_may_be_two_names_both(text: str) -> None:
+    number, prefix = text[:-1].strip(), text[-1].upper()
+
+    with pytest.raises(ValueError, match="write which one") as caught:
+        parse_size(text)
+
+    assert f"{number}{prefix}B (thousands) or {number}{prefix}iB (1024s)" in str(caught.value)
 
 
 @given(st.integers(min_value=1, max_value=10**18))

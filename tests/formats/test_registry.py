@@ -56,6 +56,7 @@ def test_a_format_is_told_by_names(
         ([f"{i}.bin" for i in range(9)], "", r"4\.bin, \.\.\.\)"),
         (["a.bin"], "a.bin", "is a file of no known format; looked for"),
         (["step/a_model_states.pt"], "step/a_model_states.pt", "name the folder '.*step'"),
+        (["u/zero/optimizer_state.pt"], "u/zero", "part of a universal folder; name .*u'"),
     ],
 )
 def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(

@@ -13,6 +13,7 @@ import click
 
 from restride import __version__
 from restride.cli.exits import ExitCode
+from restride.cli.nearest import closest, meant
 from restride.cli.output import printable
 from restride.errors import RestrideError, StoppedError
 
@@ -49,9 +50,9 @@ class _LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        del ctx
         if cmd_name not in COMMANDS:
-            return None
+            close = closest(cmd_name, COMMANDS)
+            raise click.UsageError(f"no such command {cmd_name!r}{meant(close)}", ctx)
         command = importlib.import_module(f"restride.cli.{cmd_name}").command
         return command if isinstance(command, click.Command) else None
 
@@ -156,6 +157,8 @@ def _usage_sentence(error: click.ClickException) -> str:
     message = error.format_message().rstrip(".")
     message = message[:1].lower() + message[1:]
     context = error.ctx if isinstance(error, click.UsageError) else None
+    if isinstance(error, click.NoSuchOption):
+        message = f"no such option {error.option_name!r}{meant(error.possibilities or ())}"
     if context is None:
         return message
     command = context.command_path.removeprefix("restride").strip()

@@ -6,6 +6,7 @@ are the rows. A layout that does not follow rows (a flat partition) is seen as o
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -67,7 +68,7 @@ def block_grid(layout: Layout) -> Grid | None:
     Cost:
         O(cells that blocks cover), at most a few thousand. Never walks elements.
     """
-    if not layout.full_numel:
+    if not 0 < layout.full_numel <= sys.maxsize:  # a range has no length beyond it
         return None
     width = layout.full_shape[-1] if layout.full_shape else 1
     blocks = _all_blocks(layout, width)

@@ -12,7 +12,7 @@ from restride import api
 from restride.cli.contents import catalog_to_json, show_headline
 from restride.cli.exits import ExitCode
 from restride.cli.findings import finding_to_json, show_findings
-from restride.cli.options import json_option, memory_option
+from restride.cli.options import PathName, json_option, memory_option
 from restride.cli.output import open_page, write_json
 from restride.cli.progress import open_progress
 from restride.cli.sizes import format_count, format_size
@@ -27,10 +27,11 @@ __all__ = ["command", "show_report"]
 
 
 @click.command("check")
-@click.argument("checkpoint")
+@click.argument("checkpoint", type=PathName())
 @click.option(
     "--against",
     metavar="FILE",
+    type=PathName(),
     help="Compare with the fingerprints that restride fingerprint -o FILE has written, or with "
     "those in the restride.json of a conversion, which may be named by its folder.",
 )
@@ -44,11 +45,13 @@ def command(checkpoint: str, *, against: str | None, memory: int, as_json: bool)
     their master copies. Exits with 1 where something is found, and with 2 where a file is missing
     or damaged so that the rest cannot be read.
     """
+    from restride import comparison  # noqa: PLC0415 - help does without
+
+    if against is not None:
+        comparison.read_fingerprints(against)
     with open_progress("checking") as observer:
         report = api.check(checkpoint, budget_nbytes=memory, observer=observer)
     if against is not None:
-        from restride import comparison  # noqa: PLC0415 - only when it is asked for
-
         with open_progress("comparing fingerprints") as observer:
             deviations = comparison.check_against(
                 checkpoint, against, budget_nbytes=memory, observer=observer

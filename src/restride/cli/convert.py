@@ -15,6 +15,7 @@ from restride.cli.exits import ExitCode
 from restride.cli.findings import finding_to_json, show_findings
 from restride.cli.numbers import Integer, Number
 from restride.cli.options import (
+    PathName,
     as_nbytes,
     as_replica_rules,
     json_option,
@@ -68,8 +69,8 @@ class _Convert(SectionedCommand):
 
 
 @click.command("convert", cls=_Convert, epilog=_EXAMPLES)
-@click.argument("checkpoint")
-@click.argument("out")
+@click.argument("checkpoint", type=PathName())
+@click.argument("out", type=PathName())
 @click.option(
     "--to",
     type=click.Choice(["safetensors", "universal", "deepspeed"]),
@@ -112,6 +113,7 @@ class _Convert(SectionedCommand):
 @click.option(
     "--hyperparameters",
     metavar="FILE",
+    type=PathName(),
     help="For a CHECKPOINT that elastic_checkpoint left without: JSON with the param_groups of the "
     "optimizer. Default: the engine that resumes keeps its own.",
 )

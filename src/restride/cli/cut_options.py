@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from restride.cli.numbers import Integer
+from restride.cli.options import PathName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +23,14 @@ def cut_options(command: _Decorated) -> _Decorated:
         click.option(
             "--config",
             metavar="FILE",
+            type=PathName(),
             help="config.json of the model. Default: the one in the folder of the checkpoint, or "
             "beside it.",
         ),
         click.option(
             "--rules",
             metavar="FILE",
+            type=PathName(),
             help="Rules of your own, in TOML: which parameters are cut by which layout.",
         ),
         click.option(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from restride import comparison
 from restride.cli.contents import show_headline
 from restride.cli.exits import ExitCode
-from restride.cli.options import as_rules, json_option, memory_option, states_option
+from restride.cli.numbers import Number
+from restride.cli.options import PathName, as_rules, json_option, memory_option, states_option
 from restride.cli.output import Column, open_page, write_json
 from restride.cli.picture import format_shape
 from restride.cli.progress import open_progress
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Literal
 
-    from restride.arrays.differences import Number
+    from restride.arrays.differences import Number as Value
     from restride.cli.output import Page
     from restride.comparison import ArrayDifference, DiffReport
 
@@ -31,17 +31,21 @@ _MOST_SHOWN: Final = 20
 
 
 @click.command("diff")
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=PathName())
+@click.argument("b", type=PathName())
 @click.option(
     "--rtol",
-    type=float,
+    type=Number(min=0),
     default=0.0,
     metavar="NUMBER",
     help="Tolerance relative to the value in B. Default: 0, and with --atol 0 every bit counts.",
 )
 @click.option(
-    "--atol", type=float, default=0.0, metavar="NUMBER", help="Absolute tolerance. Default: 0."
+    "--atol",
+    type=Number(min=0),
+    default=0.0,
+    metavar="NUMBER",
+    help="Absolute tolerance. Default: 0.",
 )
 @states_option
 @click.option(
@@ -73,6 +77,8 @@ def command(
     Of several --rename rules the first that matches counts. The last = ends OLD; \1 in NEW is the
     first group: --rename 'module\.(.*)=\1'.
     """
+    from restride import comparison  # noqa: PLC0415 - help does without
+
     with open_progress("comparing") as observer:
         report = comparison.diff(
             a,
@@ -187,7 +193,7 @@ def _what(row: ArrayDifference) -> str:
     return f"{kinds}, {row.different_numel:,} values"
 
 
-def format_number(value: Number) -> str:
+def format_number(value: Value) -> str:
     """Write a value with enough digits to see a difference.
 
     Examples:
@@ -226,7 +232,7 @@ def _row_to_json(row: ArrayDifference) -> dict[str, object]:
     }
 
 
-def _json_number(value: Number) -> object:
+def _json_number(value: Value) -> object:
     """JSON has no infinity, no NaN and no complex numbers: they are written as text."""
     if isinstance(value, complex) or (isinstance(value, float) and not isfinite(value)):
         return format_number(value)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from restride import comparison
 from restride.checkpoint.fingerprints import fingerprints_to_json
 from restride.cli.exits import ExitCode
-from restride.cli.options import json_option, memory_option, states_option
+from restride.cli.options import PathName, json_option, memory_option, states_option
 from restride.cli.output import Column, open_page, write_json
 from restride.cli.progress import open_progress
 from restride.cli.sizes import format_count
@@ -25,9 +24,15 @@ __all__ = ["command"]
 
 
 @click.command("fingerprint")
-@click.argument("checkpoint")
+@click.argument("checkpoint", type=PathName())
 @states_option
-@click.option("-o", "--out", metavar="FILE", help="Write them to FILE, for check --against FILE.")
+@click.option(
+    "-o",
+    "--out",
+    metavar="FILE",
+    type=PathName(),
+    help="Write them to FILE, for check --against FILE. Default: print them.",
+)
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @memory_option
 @json_option
@@ -46,6 +51,8 @@ def command(
     arrays that differ by accident have the same one with a chance below 2^-110; it is no
     protection against forgery.
     """
+    from restride import comparison  # noqa: PLC0415 - help does without
+
     if out is not None and Path(out).exists() and not force:
         raise ExistsError("it exists already", where=out, remedy="choose another name, or --force")
     with open_progress("reading") as observer:

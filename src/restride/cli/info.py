@@ -14,7 +14,7 @@ from restride.cli.contents import (
     show_tensors,
 )
 from restride.cli.findings import show_findings
-from restride.cli.options import json_option
+from restride.cli.options import PathName, json_option
 from restride.cli.output import open_page, write_json
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ __all__ = ["command", "show_catalog"]
 
 
 @click.command("info")
-@click.argument("checkpoint")
+@click.argument("checkpoint", type=PathName())
 @json_option
 def command(checkpoint: str, *, as_json: bool) -> None:
     """What is in a checkpoint, and how is it cut?

@@ -12,6 +12,7 @@ from restride.algebra.coverage import Covered, explain, prove
 from restride.algebra.serial import layout_to_json
 from restride.algebra.signature import signature
 from restride.cli.exits import ExitCode
+from restride.cli.nearest import closest, meant
 from restride.cli.options import json_option
 from restride.cli.output import Column, open_page, write_json
 from restride.cli.picture import draw_layout
@@ -39,7 +40,10 @@ class _Catalogue(click.Group):
         if entry is not None:
             return _command_of(entry)
         if os.sep not in cmd_name and not os.path.lexists(cmd_name):
-            raise click.UsageError(f"no layout and no checkpoint is called {cmd_name!r}", ctx)
+            close = closest(cmd_name, CATALOGUE)
+            raise click.UsageError(
+                f"no layout and no checkpoint is called {cmd_name!r}{meant(close)}", ctx
+            )
         from restride.cli.cuts import command_for  # noqa: PLC0415 - the catalogue reads no files
 
         return command_for(cmd_name)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "PathName",
     "as_nbytes",
     "as_replica_rules",
     "as_rules",
@@ -22,6 +23,24 @@ __all__ = [
     "states_option",
     "workers_option",
 ]
+
+
+class PathName(click.ParamType):  # type: ignore[type-arg]  # generic in new versions only
+    """A file or folder. Nothing, as of a variable that is not set, is not the working directory."""
+
+    name = "path"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        """Read what was given; click calls this."""
+        path = str(value)
+        if not path:
+            self.fail("it is empty: is a variable not set?", param, ctx)
+        if "\0" in path:
+            self.fail(f"{path!r} is the name of no file", param, ctx)
+        return path
+
 
 _COORDINATES: Final = re.compile(r"\w+=\d+(,\w+=\d+)*", re.ASCII)
 _MOST_WORKERS: Final = 256

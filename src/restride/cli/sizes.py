@@ -13,9 +13,12 @@ _UNITS: Final = {
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", 1)},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", 1)},
+    **{f"{prefix}i": 1024**power for power, prefix in enumerate("KMGTP", 1)},
 }
+# Some programs mean thousands, others 1024s.
+_UNCLEAR: Final = frozenset("kmgtp")
 _BY_LOWER: Final = {name.lower(): factor for name, factor in _UNITS.items()}
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_SIZE: Final = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)\s*", re.ASCII)
 _STEP: Final = 1000
 _MINUTE: Final = 60
 _HOUR: Final = 3600
@@ -27,14 +30,21 @@ def parse_size(text: str) -> int:
     A fraction of a byte is dropped, so that a budget is never more than what was said.
 
     Raises:
-        ValueError: The text is no size, or is less than one byte.
+        ValueError: The text is no size, leaves open which one, or is less than one byte.
 
     Examples:
         >>> parse_size("512MB"), parse_size("2 GiB"), parse_size("1.5kb")
         (512000000, 2147483648, 1500)
     """
     match = _SIZE.fullmatch(text)
-    factor = _BY_LOWER.get(match[2].lower()) if match else None
+    unit = match[2].lower() if match else ""
+    if match and unit in _UNCLEAR:
+        number, prefix = match[1], unit.upper()
+        raise ValueError(
+            f"{text!r} may be {number}{prefix}B (thousands) or {number}{prefix}iB (1024s); write "
+            "which one"
+        )
+    factor = _BY_LOWER.get(unit)
     if match is None or factor is None:
         raise ValueError(f"{text!r} is no size; write it like 512MB or 2GiB")
     nbytes = int(Fraction(match[1]) * factor)

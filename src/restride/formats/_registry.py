@@ -99,6 +99,12 @@ def detect_format(path: str | PathLike[str]) -> Format:
         return "safetensors"
     if any(_has_model_states(_names(place / name)) for name in names if (place / name).is_dir()):
         return "deepspeed"
+    if (place / "optimizer_state.pt").is_file():
+        raise FormatError(
+            "is a part of a universal folder",
+            where=str(place),
+            remedy=f"name the folder {str(place.resolve().parent)!r}",
+        )
     shown = ", ".join(names[:5]) + (", ..." if names[5:] else "")
     raise FormatError(
         f"is a folder of no known format (it holds {shown or 'nothing'})",

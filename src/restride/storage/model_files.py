@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import CorruptError, FormatError
-from restride.layouts.presets import Rules, read_rules
 from restride.storage.ranges import RangeFile
 from restride.storage.strict_json import parse_object
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from restride.checkpoint.values import Value
+    from restride.layouts.presets import Rules
 
 __all__ = [
     "find_model_config",
@@ -72,6 +72,8 @@ def read_rules_file(path: str | PathLike[str]) -> Rules:
         FormatError: It is no regular file.
         ExecutionError: The system cannot read it.
     """
+    from restride.layouts.presets import read_rules  # noqa: PLC0415 - most conversions need none
+
     with RangeFile(path) as file:
         content = _content(file, _LARGEST_RULES_NBYTES)
         try:
