@@ -291,17 +291,25 @@ def test_what_is_noted_was_written_before_the_sync_began(tmp_path, carried_out, 
 
 
 @pytest.mark.parametrize(
-    ("is_durable", "least_nbytes"), [(True, 0), (False, 1 << 16), (False, (1 << 16) + 1)]
+    ("is_durable", "least_nbytes", "unstarted_nbytes"),
+    [
+        (True, 0, 0),
+        (False, 1 << 16, 0),
+        (False, (1 << 16) + 1, 0),
+        (False, 1 << 16, 1 << 18),
+        (False, 1 << 16, 1 << 30),
+    ],
 )
-def test_without_a_sync_the_disk_is_told_to_begin_with_every_large_block(
-    tmp_path, monkeypatch, is_durable, least_nbytes
+def test_without_a_sync_the_disk_is_told_to_begin_with_every_large_block_of_a_large_output(
+    tmp_path, monkeypatch, is_durable, least_nbytes, unstarted_nbytes
 ):
-    is_told = not is_durable and least_nbytes <= 1 << 16
+    is_told = not is_durable and least_nbytes <= 1 << 16 and unstarted_nbytes < 1 << 30
     catalog, plan, sizes, full = wide(tmp_path, dim=0)
     monkeypatch.setattr(blocks, "BLOCK_NBYTES", 1 << 16)
     monkeypatch.setattr(journaled, "BLOCK_NBYTES", 1 << 16)
     monkeypatch.setattr(journaled, "_STARTED_NBYTES", 1)
     monkeypatch.setattr(journaled, "_LEAST_STARTED_NBYTES", least_nbytes)
+    monkeypatch.setattr(journaled, "_UNSTARTED_NBYTES", unstarted_nbytes)
     monkeypatch.setattr(journaled, "_SYNC_SECONDS", 3600.0)
     started = set()
     begun = threading.Event()
@@ -327,4 +335,5 @@ def test_without_a_sync_the_disk_is_told_to_begin_with_every_large_block(
     assert len(notes) == 1  # as often as with a sync: before each, all sources are looked at
     every = {("0", start, 1 << 16) for start in range(0, full.nbytes, 1 << 16)}
     assert started <= every  # what is done when the writing ends needs no hint
+    assert len(started) << 16 <= full.nbytes - min(unstarted_nbytes, full.nbytes)
     assert bool(started) is is_told

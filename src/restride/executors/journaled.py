@@ -43,6 +43,9 @@ _SYNC_SECONDS: Final = 5.0
 _STARTED_NBYTES: Final = 64 << 20
 # Less is not worth a call, and so many small files are not opened again for it.
 _LEAST_STARTED_NBYTES: Final = 1 << 20
+# The disk does not hold up what is smaller: most systems let this much wait in any case. A call may
+# take a tenth of a second where the disk is busy, so that the end of a conversion has none.
+_UNSTARTED_NBYTES: Final = 512 << 20
 
 
 class JournaledWriter:
@@ -78,7 +81,10 @@ class JournaledWriter:
         self._noted = dict(table.rows)
         self._is_durable = place.files.is_durable
         self._sync_nbytes = sync_nbytes
-        self._waking_nbytes = sync_nbytes if self._is_durable else min(sync_nbytes, _STARTED_NBYTES)
+        self._left_nbytes = blocks.left_nbytes()
+        starts = not self._is_durable and self._left_nbytes > 2 * _UNSTARTED_NBYTES
+        self._starting_nbytes = _UNSTARTED_NBYTES if starts else self._left_nbytes
+        self._waking_nbytes = min(sync_nbytes, _STARTED_NBYTES) if starts else sync_nbytes
         self._done: list[Block] = []
         self._done_nbytes = 0
         self._changed = Condition()
@@ -135,8 +141,10 @@ class JournaledWriter:
         """Hand blocks that are done to the thread that syncs."""
         if done:
             with self._changed:
+                nbytes = self._blocks.nbytes(done)
                 self._done += done
-                self._done_nbytes += self._blocks.nbytes(done)
+                self._done_nbytes += nbytes
+                self._left_nbytes -= nbytes
                 # Waking a thread for every block takes longer than writing it.
                 if self._done_nbytes >= self._waking_nbytes:
                     self._changed.notify()
@@ -174,7 +182,7 @@ class JournaledWriter:
     def _start_writing(self, blocks: Iterable[Block]) -> None:
         """Without a sync, let the disk begin early; nobody waits for it."""
         for block in blocks:
-            if self._is_durable or self._is_ending:
+            if self._is_ending or self._left_nbytes <= self._starting_nbytes:
                 return
             region = self._blocks.regions[block.region]
             start = region.target_start_nbytes + block.number * BLOCK_NBYTES
