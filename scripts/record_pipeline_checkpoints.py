@@ -56,6 +56,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "layers": ("embed", "block", "norm"),
         "config": {"zero_optimization": {"stage": 0}},
     },
+    # Each stage numbers the embedding first, and the last one has no file of it.
+    "fp32_tied_z0": {
+        "pp": 2,
+        "dp": 1,
+        "groups": True,
+        "layers": ("embed", "block", "function", "block", "norm", "embed_as_head"),
+        "config": {"zero_optimization": {"stage": 0}},
+    },
+    "fp32_tensor_z0": {
+        "pp": 2,
+        "dp": 1,
+        "tp": 2,
+        "layers": ("embed", "block", "block", "norm"),
+        "config": {"zero_optimization": {"stage": 0}},
+    },
     "tensor_z1": {
         "pp": 2,
         "dp": 1,
@@ -225,11 +240,12 @@ def train(rank: int, variant: dict[str, Any], out: str) -> None:
     engine, place = start(rank, variant)
     generator = torch.Generator().manual_seed(place.data)
     is_embedded = variant["layers"][0] == "embed"
+    dtype = next(engine.module.parameters()).dtype
 
     def batches() -> Any:
         while True:
             tokens = torch.randint(0, VOCABULARY, (2, 4), generator=generator)
-            hidden = torch.rand(2, 4, HIDDEN, generator=generator).bfloat16()
+            hidden = torch.rand(2, 4, HIDDEN, generator=generator).to(dtype)
             yield tokens if is_embedded else hidden, torch.zeros(2)
 
     for _ in range(2):

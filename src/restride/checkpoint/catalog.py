@@ -130,6 +130,8 @@ class Catalog:
         tensors: Entries in the order of the model.
         values: What is not a tensor, as inert plain values by name.
         findings: What the reader noticed and did not have to refuse.
+        tied: What the reader was told of layers that share a module, where names depend on it: for
+            the key of each module, the layers that use it.
     """
 
     format: str
@@ -139,3 +141,4 @@ class Catalog:
     tensors: tuple[TensorEntry, ...]
     values: Mapping[str, object]
     findings: tuple[Finding, ...] = ()
+    tied: Mapping[str, tuple[int, ...]] | None = None

@@ -16,7 +16,7 @@ from restride.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from restride.checkpoint.training import Training
+    from restride.checkpoint.training import ParameterGroup, Pipeline, Training
     from restride.checkpoint.values import Value
 
 __all__ = ["with_hyperparameters"]
@@ -68,4 +68,28 @@ def with_hyperparameters(
     )
     rates = ", ".join(f"{own[_RATE]!r}" for own in given)
     message = f"the settings of the {count} parameter groups are those of {where}: lr {rates}"
-    return replace(training, groups=groups), Finding("note", "hyperparameters", message, where)
+    given_to = replace(training, groups=groups, pipeline=_staged(training, groups))
+    return given_to, Finding("note", "hyperparameters", message, where)
+
+
+def _staged(training: Training, groups: Sequence[ParameterGroup]) -> Pipeline | None:
+    """The stages of a pipeline with the settings of its groups.
+
+    Without settings nothing else tells groups apart, and all stages have the same number of them.
+    """
+    pipeline = training.pipeline
+    if pipeline is None:
+        return None
+    return replace(
+        pipeline,
+        stages=tuple(
+            replace(
+                stage,
+                groups=tuple(
+                    replace(own, settings=group.settings)
+                    for own, group in zip(stage.groups, groups, strict=True)
+                ),
+            )
+            for stage in pipeline.stages
+        ),
+    )

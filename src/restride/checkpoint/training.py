@@ -121,6 +121,8 @@ class Pipeline:
         is_described: Whether there are no files of layers, and only names tell of them, as in a
             universal folder.
         lost: Buffers that were in such files and are in none.
+        are_ties_known: Whether tied modules are named as such. Where an optimizer only has numbers,
+            it may be proved whose they are, and not that no module is tied.
     """
 
     layers: tuple[PipelineLayer, ...]
@@ -128,6 +130,7 @@ class Pipeline:
     names_ranks: bool = False
     is_described: bool = False
     lost: tuple[str, ...] = ()
+    are_ties_known: bool = True
 
 
 @dataclass(frozen=True, slots=True)

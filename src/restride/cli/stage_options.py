@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["stage_options"]
 
+_NONE: Final = "none"
 _Decorated = TypeVar("_Decorated", bound="Callable[..., object]")
 
 
@@ -37,8 +38,8 @@ def stage_options(command: _Decorated) -> _Decorated:
             multiple=True,
             metavar="KEY=LAYERS",
             callback=_as_tied,
-            help="All layers that use a tied module, as embed=0,8, where CHECKPOINT does not tell. "
-            "May be repeated.",
+            help="All layers that use a tied module, as embed=0,8, where CHECKPOINT does not tell; "
+            "or none, if none are tied. May be repeated.",
         ),
     )
     for option in reversed(options):
@@ -50,12 +51,15 @@ def _as_tied(
     _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, tuple[int, ...]] | None:
     found: dict[str, tuple[int, ...]] = {}
+    if values == (_NONE,):
+        return found
     for value in values:
         key, _, numbers = value.rpartition("=")
         parts = [part.strip() for part in numbers.split(",")]
         if not key or not all(part.isdecimal() and len(part) <= 9 for part in parts):  # noqa: PLR2004
             raise click.BadParameter(
-                f"{value!r} does not say which layers use a tied module: as embed=0,8"
+                f"{value!r} does not say which layers use a tied module: as embed=0,8, or none "
+                "alone"
             )
         found[key] = (*found.get(key, ()), *map(int, parts))
     return found or None

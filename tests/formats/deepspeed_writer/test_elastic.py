@@ -223,7 +223,8 @@ def test_the_step_that_the_engine_asks_for_is_the_stored_one_or_is_counted(
     assert optimizer_of(tmp_path / "out", 1)["base_optimizer_state_step"] == step
 
 
-def test_stages_of_a_pipeline_are_not_told_apart_without_hyperparameters(tmp_path):
+def test_groups_of_pipeline_stages_are_told_by_their_places_without_hyperparameters(tmp_path):
+    """As their engines have them: a file gives both groups of every stage their settings."""
     pipeline = SOURCE.parents[1] / "deepspeed_pipeline" / "tied_z1"
     source = shutil.copytree(pipeline, tmp_path / "source")
 
@@ -235,6 +236,19 @@ def test_stages_of_a_pipeline_are_not_told_apart_without_hyperparameters(tmp_pat
     for file in source.glob("*/*optim_states.pt"):
         edit_file(file, strip)
 
-    with pytest.raises(UnsupportedError, match="stages are told apart by them") as caught:
-        api.convert(source, tmp_path / "out", to="deepspeed")
-    assert "--to universal" in caught.value.remedy
+    report = api.convert(source, tmp_path / "one", to="deepspeed", pp=1)
+
+    kinds = [finding.kind for finding in report.findings]
+    assert kinds.count("no-settings") == kinds.count("stage-groups") == 1
+    expected, found = (gather_all(api.open(path)) for path in (source, tmp_path / "one"))
+    assert expected.keys() == found.keys()
+    assert all(expected[key].tobytes() == array.tobytes() for key, array in found.items())
+    file = tmp_path / "groups.json"
+    file.write_text(json.dumps([{"lr": 0.5}, {"lr": 0.25}]))
+    for pp in (1, 2):
+        out = tmp_path / f"given{pp}"
+        api.convert(source, out, to="deepspeed", pp=pp, zero=1, hyperparameters=file)
+        for own in sorted(out.glob("*/*optim_states.pt")):
+            root = open_torch_zip(own).value
+            groups = root["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
+            assert [group["lr"] for group in groups] == [0.5, 0.25], own

@@ -38,13 +38,6 @@ def require_elastic(writing: Writing) -> None:
         ExecutionError: The step of a parameter cannot be read.
     """
     root, zero = writing.catalog.root, writing.target.zero
-    if writing.training.pipeline is not None:
-        raise UnsupportedError(
-            "has no hyperparameters: elastic_checkpoint leaves them out, and the parameter groups "
-            "of pipeline stages are told apart by them",
-            where=root,
-            remedy="convert with --to universal: an engine that loads that keeps its own",
-        )
     if zero not in _FLAT_STAGES:
         raise UnsupportedError(
             f"has no hyperparameters: elastic_checkpoint leaves them out, and an engine of "
@@ -94,6 +87,13 @@ def elastic_findings(writing: Writing) -> Iterator[Finding]:
         "--hyperparameters FILE gives them"
     )
     yield Finding("warning", "no-settings", message)
+    pipeline = writing.training.pipeline
+    if pipeline is not None and len(pipeline.stages) > 1:
+        message = (
+            "without hyperparameters the parameter groups of the pipeline stages are told by their "
+            "places alone: the first of one stage is taken for the first of every other one"
+        )
+        yield Finding("note", "stage-groups", message)
     if writing.training.ranks[0].values.get("lr_scheduler") is not None:
         message = (
             "the learning rate of the schedule is among the hyperparameters that are missing: the "

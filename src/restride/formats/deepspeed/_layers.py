@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._files import TagFolder
 
-__all__ = ["Copies", "StageModules", "assemble_modules"]
+__all__ = ["Copies", "OpenedLayer", "StageModules", "assemble_modules", "open_layers"]
 
 Copies = dict[str, list[tuple[StoredTensor, ...]]]
 """By name of a tied weight, further copies of it: its shard on each tensor-parallel rank."""
@@ -45,19 +45,19 @@ class StageModules:
     Attributes:
         modules: For each tensor-parallel rank the module, as a model file would have it.
         copies: Weights that the stage stores more than once, without the first time.
-        elsewhere: Tied weights that only layers of other stages store, with the shape of the shard
-            on each tensor-parallel rank.
+        elsewhere: Tied weights that only layers of other stages store, with the shard of each
+            tensor-parallel rank.
         layers: The layers of the stage that have a file, in no order.
     """
 
     modules: tuple[OrderedDictValue, ...]
     copies: Copies = field(default_factory=dict)
-    elsewhere: dict[str, tuple[Shape, ...]] = field(default_factory=dict)
+    elsewhere: dict[str, tuple[StoredTensor, ...]] = field(default_factory=dict)
     layers: list[PipelineLayer] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class OpenedLayer:
     """One layer: what its file has on each tensor-parallel rank."""
 
     number: int
@@ -116,27 +116,27 @@ class _Stage:
 
 def assemble_modules(
     folder: TagFolder,
-    open_file: Callable[[str], Field],
+    layers: Sequence[OpenedLayer],
     stages: Sequence[Sequence[Field]],
     names: Sequence[Sequence[Iterable[str]]],
+    tied_to: Mapping[int, str] | None = None,
 ) -> tuple[StageModules, ...]:
-    """Open the layer files of a pipeline and give every stage its module.
+    """Give every stage of a pipeline its module.
 
     Args:
         folder: The files of the tag.
-        open_file: Opens one of them by its name.
+        layers: Those that have files.
         stages: Content of the model files, by stage and tensor-parallel rank.
         names: The same of the names that the optimizer files have, for model files without shapes.
+        tied_to: Where it was told, the key of its tied module for each layer that has one.
 
     Raises:
-        FormatError: A file is not what its name says.
         CorruptError: A file is missing, or does not have what the optimizer trained.
         UnsupportedError: A layer may be one of several tied modules.
     """
     known = [_read_stage(*stage) for stage in zip(stages, names, strict=True)]
-    layers = list(_open_layers(folder, open_file, len(stages[0])))
     found = [StageModules(tuple(OrderedDictValue() for _ in stages[0])) for _ in stages]
-    tied: dict[str, list[_Layer]] = defaultdict(list)
+    tied: dict[str, list[OpenedLayer]] = defaultdict(list)
     lowest = 0
     for layer in layers:
         owners = [number for number, stage in enumerate(known) if layer.number in stage.numbers]
@@ -146,7 +146,12 @@ def assemble_modules(
                 f"{known[owners[1]].where} name",
                 where=layer.where,
             )
-        prefix = None if owners or layer.is_empty else _tied_prefix(layer, known)
+        prefix = None
+        if tied_to is not None:
+            key = tied_to.get(layer.number)
+            prefix = None if key is None else f"{_TIED}{key}."
+        elif not owners and not layer.is_empty:
+            prefix = _tied_prefix(layer, known)
         if prefix is None:
             lowest = owners[0] if owners else lowest
             _add(found[lowest], layer, f"{layer.number}.")
@@ -171,9 +176,20 @@ def _read_stage(roots: Sequence[Field], names: Sequence[Iterable[str]]) -> _Stag
     return _Stage(tuple(shapes), frozenset(named), roots[0].where)
 
 
-def _open_layers(
+def open_layers(
     folder: TagFolder, open_file: Callable[[str], Field], tp_size: int
-) -> Iterator[_Layer]:
+) -> Iterator[OpenedLayer]:
+    """Open the layer files of a pipeline, in the order of the layers.
+
+    Args:
+        folder: The files of the tag.
+        open_file: Opens one of them by its name.
+        tp_size: Tensor-parallel ranks.
+
+    Raises:
+        FormatError: A file is not what its name says.
+        CorruptError: A file is missing, or is there twice, or has other names than another rank's.
+    """
     names: dict[int, dict[int, str]] = defaultdict(dict)
     for file in folder.layers:
         first = names[file.layer].setdefault(file.tp, file.name)
@@ -198,10 +214,10 @@ def _open_layers(
                 where=contents[1].where,
                 remedy="put only the files of one save into the folder",
             )
-        yield _Layer(number, contents)
+        yield OpenedLayer(number, contents)
 
 
-def _tied_prefix(layer: _Layer, stages: Sequence[_Stage]) -> str | None:
+def _tied_prefix(layer: OpenedLayer, stages: Sequence[_Stage]) -> str | None:
     """Tell which tied module a layer is, by the names and shapes of its parameters."""
     fitting = {
         prefix
@@ -228,7 +244,7 @@ def _tied_prefixes(stage: _Stage) -> set[str]:
     }
 
 
-def _has_module(layer: _Layer, stage: _Stage, prefix: str) -> bool:
+def _has_module(layer: OpenedLayer, stage: _Stage, prefix: str) -> bool:
     """Whether a layer has all that the stage names of a tied module."""
     for tp, shapes in enumerate(stage.shapes):
         stored = layer.shapes(tp)
@@ -241,20 +257,20 @@ def _has_module(layer: _Layer, stage: _Stage, prefix: str) -> bool:
     return wanted <= keys
 
 
-def _add(stage: StageModules, layer: _Layer, prefix: str) -> None:
+def _add(stage: StageModules, layer: OpenedLayer, prefix: str) -> None:
     for module, content in zip(stage.modules, layer.contents, strict=True):
         module.update((f"{prefix}{key}", entry.value) for key, entry in content.items())
 
 
 def _add_tied(
     prefix: str,
-    layers: Sequence[_Layer],
+    layers: Sequence[OpenedLayer],
     known: Sequence[_Stage],
     found: Sequence[StageModules],
 ) -> None:
     """Give the copies of a tied module to the stages that have it, in order."""
     owners = [number for number, stage in enumerate(known) if prefix in _tied_prefixes(stage)]
-    held: dict[int, list[_Layer]] = {number: [] for number in owners}
+    held: dict[int, list[OpenedLayer]] = {number: [] for number in owners}
     for layer in layers:
         held[_owner_of(layer, prefix, owners, known, held)].append(layer)
     for number, copies in held.items():
@@ -262,7 +278,7 @@ def _add_tied(
         stage.layers += (layer.stored(prefix, number) for layer in copies)
         if not copies:
             names = [name for name in known[number].names if name.startswith(prefix)]
-            stage.elsewhere |= {name: _shapes_of(name, prefix, layers) for name in names}
+            stage.elsewhere |= {name: _shards_of(name, prefix, layers) for name in names}
             continue
         modules = stage.modules
         stage.modules = tuple(OrderedDictValue() for _ in modules)
@@ -276,23 +292,25 @@ def _add_tied(
                     stage.copies.setdefault(f"{prefix}{key}", []).append(shards)
 
 
-def _shapes_of(name: str, prefix: str, layers: Sequence[_Layer]) -> tuple[Shape, ...]:
-    """Shape of a tied weight on each tensor-parallel rank; empty where no layer has it."""
+def _shards_of(name: str, prefix: str, layers: Sequence[OpenedLayer]) -> tuple[StoredTensor, ...]:
+    """A tied weight of each tensor-parallel rank; empty where no layer has it."""
     key = name.removeprefix(prefix)
     for layer in layers:
-        shapes = [layer.shapes(tp).get(key) for tp in range(len(layer.contents))]
-        found = tuple(shape for shape in shapes if shape is not None)
-        if len(found) == len(shapes):
+        entries = [content.get(key) for content in layer.contents]
+        found = tuple(
+            entry.value for entry in entries if entry and isinstance(entry.value, StoredTensor)
+        )
+        if len(found) == len(entries):
             return found
     return ()
 
 
 def _owner_of(
-    layer: _Layer,
+    layer: OpenedLayer,
     prefix: str,
     owners: Sequence[int],
     known: Sequence[_Stage],
-    held: Mapping[int, Sequence[_Layer]],
+    held: Mapping[int, Sequence[OpenedLayer]],
 ) -> int:
     """The stage that a copy is of: stages are runs of layers, and every one stores its own."""
     this = layer.number

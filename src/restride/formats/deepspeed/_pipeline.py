@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Final
 from restride.checkpoint.values import OrderedDictValue
 from restride.errors import CorruptError, FormatError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
-from restride.formats.deepspeed._layers import StageModules, assemble_modules
+from restride.formats.deepspeed._layers import StageModules, assemble_modules, open_layers
 from restride.formats.deepspeed._model import read_model_file
 from restride.formats.deepspeed._optimizer import FLAT_FP32
+from restride.formats.deepspeed._stage_optimizers import StageNames, name_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -92,11 +93,13 @@ class Stage:
         models: The first of each tensor-parallel rank.
         partitioned: Those of each (dp, tp) rank, under ZeRO-3.
         layers: What the layer files have of the stage; None where there are none.
+        names: Without ZeRO, what the stages of a pipeline are known to train.
     """
 
     models: tuple[ModelFile, ...]
     partitioned: dict[tuple[int, int], ModelFile]
     layers: StageModules | None
+    names: StageNames | None = None
 
 
 def agreed(said: Iterable[tuple[int | None, str]], key: str) -> int | None:
@@ -157,6 +160,7 @@ def read_stages(
     zeros: Mapping[tuple[int, int], ZeroFile],
     *,
     has_weights: bool = True,
+    tied: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Iterator[Stage]:
     """Read the model files of each stage, with the modules that are in layer files.
 
@@ -167,13 +171,15 @@ def read_stages(
         opened: Model files of these ranks.
         zeros: Optimizer file of each (data-parallel, model-parallel) rank.
         has_weights: Whether the weights of a pipeline must be there; universal folders lack them.
+        tied: What is told of layers that share a module; asked for without ZeRO alone.
 
     Raises:
         FormatError: A file is none, or a part of it has another type than it must have.
         CorruptError: Files are missing or contradict each other.
-        UnsupportedError: Nothing tells which layer a weight is of.
+        UnsupportedError: Nothing tells which layer a weight is of, or what is told is not so.
     """
     _require_all(folder, grid, opened)
+    stage_names: StageNames | None = None
     layers: tuple[StageModules, ...] | None = None
     named = {
         model.mp: _flat_names(zeros, model.mp)
@@ -185,6 +191,7 @@ def read_stages(
         layers = (StageModules((OrderedDictValue(),) * grid.tp_size),) * grid.stage_count
     elif folder.layers or grid.stage_count > 1:
         _require_layers(folder, grid, opened)
+        files = tuple(open_layers(folder, open_file, grid.tp_size))
         roots = [
             [model.root for model in opened[pipe * grid.tp_size :][: grid.tp_size]]
             for pipe in range(grid.stage_count)
@@ -196,10 +203,23 @@ def read_stages(
             ]
             for pipe in range(grid.stage_count)
         ]
-        layers = assemble_modules(folder, open_file, roots, names)
+        if _are_whole(roots, zeros):
+            stage_names = name_stages(roots, files, tied)
+            names = [[[*own]] * grid.tp_size for own in stage_names.stages] or names
+        tied_to = stage_names.tied_to if stage_names else None
+        layers = assemble_modules(folder, files, roots, names, tied_to)
     for pipe in range(grid.stage_count):
         own = [model for model in opened if model.mp // grid.tp_size == pipe]
-        yield _read_stage(own, grid, layers[pipe] if layers else None, named)
+        stage = _read_stage(own, grid, layers[pipe] if layers else None, named)
+        yield replace(stage, names=stage_names)
+
+
+def _are_whole(
+    stages: Sequence[Sequence[Field]], zeros: Mapping[tuple[int, int], ZeroFile]
+) -> bool:
+    """Whether the model files have the optimizers, with numbers."""
+    optimizers = [root.get("optimizer") for roots in stages for root in roots]
+    return not zeros and not any(own is None or _is_flat(own) for own in optimizers)
 
 
 def _flat_names(zeros: Mapping[tuple[int, int], ZeroFile], mp: int) -> tuple[tuple[str, ...], ...]:
@@ -237,6 +257,9 @@ def _read_stage(
             model = _with_shapes(model, layers, named[file.mp])
         elif _is_flat(model.optimizer):
             model = replace(model, optimizer=None)
+        elif layers is not None and layers.elsewhere and model.optimizer is not None:
+            elsewhere = {name: own[tp].shape for name, own in layers.elsewhere.items()}
+            model = replace(model, param_shapes=(elsewhere,))
         models.setdefault(tp, model)
         if file.dp is not None:
             partitioned[file.dp, tp] = model
@@ -274,7 +297,7 @@ def _with_shapes(
             if weight is not None:
                 shapes[-1][name] = weight.shape
             elif elsewhere:
-                shapes[-1][name] = elsewhere[model.tp]
+                shapes[-1][name] = elsewhere[model.tp].shape
             else:
                 raise CorruptError(
                     f"has no weight {name!r}, which the optimizer files name",

@@ -18,17 +18,24 @@ from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
 from restride.errors import UnsupportedError
+from restride.formats.deepspeed._momentum import trains_by_muon
 from restride.formats.deepspeed._partition_methods import balanced_starts, uniform_starts
 from restride.formats.deepspeed._stage_groups import require_one_order
 from restride.formats.deepspeed._stage_layers import TIED, KnownLayers, tied_prefix
+from restride.formats.deepspeed._stage_muon import (
+    Cuts,
+    is_sorted_by_muon,
+    kept_by_muon,
+    sorted_by_muon,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from restride.checkpoint.training import ParameterGroup, Pipeline, PipelineLayer, Training
     from restride.formats.deepspeed.stage_cut import PartitionMethod, StageCut
 
-__all__ = ["CutStages", "TargetStage", "cut_stages"]
+__all__ = ["CutStages", "TargetStage", "cut_stages", "require_known_ties"]
 
 _MOST_SHOWN: Final = 16
 # The method takes the square of the layers times the stages; no pipeline comes near.
@@ -71,6 +78,7 @@ def cut_stages(
     cut: StageCut,
     count: int,
     numels: Callable[[str], Sequence[int]],
+    cuts: Cuts,
     where: str,
 ) -> CutStages:
     """Deal the layers of a pipeline out to the stages of a target.
@@ -82,6 +90,7 @@ def cut_stages(
         count: Stages of the target.
         numels: Elements of a parameter on each tensor-parallel rank of the target; nothing of what
             is no parameter.
+        cuts: How tensor-parallel ranks cut each parameter.
         where: The checkpoint, for errors.
 
     Raises:
@@ -89,17 +98,41 @@ def cut_stages(
     """
     if count == len(pipeline.stages) and not cut.is_said:
         KnownLayers(pipeline, cut.tied, where)  # what is told has to be so all the same
-        return _kept(pipeline)
-    return _Cutter(training, pipeline, cut, count, numels, where).run()
+        return _kept(pipeline, cuts, where)
+    require_known_ties(pipeline, where)
+    return _Cutter(training, pipeline, cut, count, numels, cuts, where).run()
 
 
-def _kept(pipeline: Pipeline) -> CutStages:
+def require_known_ties(pipeline: Pipeline, where: str) -> None:
+    """Refuse names that may be others, where an engine looks for names, or modules are dealt out.
+
+    Raises:
+        UnsupportedError: The first module of a stage may be tied.
+    """
+    if not pipeline.are_ties_known:
+        last = max((layer.number for layer in pipeline.layers), default=0)
+        raise UnsupportedError(
+            "an optimizer without ZeRO has no names, and nothing says whether a layer is tied, "
+            "which would be called otherwise and be on all stages that use it",
+            where=where,
+            remedy="say --pp-tied none if none is, or name all layers that use a tied module, as "
+            f"--pp-tied embed=0,{last + 1}",
+        )
+
+
+def _kept(pipeline: Pipeline, cuts: Cuts, where: str) -> CutStages:
+    key = module_key(pipeline)
     stages = tuple(
         TargetStage(
             number,
             number,
             frozenset(stage.names),
-            stage.groups,
+            tuple(
+                kept_by_muon(group, sorted(group.names, key=key), cuts, where)
+                if trains_by_muon(group)
+                else group
+                for group in stage.groups
+            ),
             tuple(layer for layer in pipeline.layers if layer.stage == number),
         )
         for number, stage in enumerate(pipeline.stages)
@@ -112,6 +145,28 @@ def _kept(pipeline: Pipeline) -> CutStages:
     )
     note = Finding("note", "stages", message)
     return CutStages(stages, (note,) if len(stages) > 1 else ())
+
+
+def module_key(pipeline: Pipeline, tied: Sequence[str] | None = None) -> Callable[[str], _Key]:
+    """Where a module has a name: tied modules first, then layers.
+
+    Args:
+        pipeline: The layers.
+        tied: What the names of its tied modules begin with, in their order; None for the order of
+            their files.
+    """
+    if tied is None:
+        prefixes = (layer.prefix for layer in pipeline.layers)
+        tied = tuple(dict.fromkeys(own for own in prefixes if own.startswith(TIED)))
+    places: dict[str, _Key] = {}
+    for layer in pipeline.layers:
+        is_tied = layer.prefix.startswith(TIED)
+        if is_tied and layer.prefix not in tied:
+            continue
+        first = (0, tied.index(layer.prefix)) if is_tied else (1, layer.number)
+        for number, name in enumerate(layer.names):
+            places.setdefault(name, (*first, number))
+    return places.__getitem__
 
 
 def _spans(layers: Sequence[PipelineLayer]) -> str:
@@ -129,6 +184,7 @@ class _Cutter:
         cut: StageCut,
         count: int,
         numels: Callable[[str], Sequence[int]],
+        cuts: Cuts,
         where: str,
     ) -> None:
         self._groups = training.groups
@@ -136,6 +192,7 @@ class _Cutter:
         self._cut = cut
         self._count = count
         self._numels = numels
+        self._cuts = cuts
         self._where = where
         self._known = KnownLayers(pipeline, cut.tied, where)
         self._trained = {name for group in training.groups for name in group.names}
@@ -169,9 +226,12 @@ class _Cutter:
             if (prefix := tied_prefix(name)) in tied or (prefix is None and name in places)
         }
         groups = tuple(
-            replace(group, names=tuple(sorted(members, key=self._key(tied))))
+            sorted_by_muon(
+                replace(group, names=members, listed=self._listed(group, names, tied)),
+                *(members, self._cuts.target, self._where),
+            )
             for group in self._groups
-            if (members := [name for name in group.names if name in names])
+            if (members := self._sorted((name for name in group.names if name in names), tied))
         )
         if not groups:
             raise UnsupportedError(
@@ -183,6 +243,17 @@ class _Cutter:
             )
         source = number * len(self._pipeline.stages) // self._count
         return TargetStage(number, source, frozenset(names), groups, layers)
+
+    def _sorted(self, names: Iterable[str], tied: Sequence[str]) -> tuple[str, ...]:
+        return tuple(sorted(names, key=self._key(tied)))
+
+    def _listed(
+        self, group: ParameterGroup, names: Collection[str], tied: Sequence[str]
+    ) -> tuple[str, ...] | None:
+        """What a script gives to the optimizer of a stage, frozen or not."""
+        if group.listed is None:
+            return None
+        return self._sorted((name for name in group.listed if name in names), tied)
 
     def _stop(self, number: int, starts: Sequence[int]) -> int:
         return starts[number + 1] if number + 1 < len(starts) else self._known.count
@@ -211,15 +282,7 @@ class _Cutter:
 
     def _key(self, tied: Sequence[str]) -> Callable[[str], _Key]:
         """Where a module has a name: tied modules first, then layers."""
-        places: dict[str, _Key] = {}
-        for layer in self._pipeline.layers:
-            is_tied = layer.prefix.startswith(TIED)
-            if is_tied and layer.prefix not in tied:
-                continue
-            first = (0, tied.index(layer.prefix)) if is_tied else (1, layer.number)
-            for number, name in enumerate(layer.names):
-                places.setdefault(name, (*first, number))
-        return places.__getitem__
+        return module_key(self._pipeline, tied)
 
     def _require_module_order(self) -> None:
         """Other stages have the parameters of a group in the order of the module, or nobody knows.
@@ -230,6 +293,11 @@ class _Cutter:
             for place, group in enumerate(stage.groups):
                 tied = dict.fromkeys(filter(None, map(tied_prefix, group.names)))
                 key = self._key([*tied])
+                by_module = sorted(group.names, key=key)
+                if trains_by_muon(group) and is_sorted_by_muon(
+                    group.names, by_module, self._cuts.source
+                ):
+                    continue
                 for first, second in pairwise(group.names):
                     if key(first) > key(second):
                         raise UnsupportedError(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._optimizer import ZeroFile
     from restride.formats.deepspeed._pipeline import Grid
+    from restride.formats.deepspeed._stage_optimizers import StageNames
     from restride.storage.torch_zip import TorchFiles
 
 __all__ = ["FileTable", "Run", "joined_run", "open_run", "open_stages"]
@@ -81,7 +82,9 @@ class Run:
             the model-parallel ranks of all of them count as tensor-parallel ranks.
         copies: Further copies of weights that several layers of this stage are tied to: the shard
             of each tensor-parallel rank.
-        elsewhere: Names of tied weights that only other stages store.
+        elsewhere: Tied weights that only other stages store, with the shard of each tensor-parallel
+            rank.
+        names: Without ZeRO, what the stages of a pipeline are known to train.
     """
 
     root: Path
@@ -96,7 +99,8 @@ class Run:
     findings: list[Finding] = field(default_factory=list)
     pipe: int = 0
     copies: Mapping[str, Sequence[tuple[StoredTensor, ...]]] = field(default_factory=dict)
-    elsewhere: frozenset[str] = frozenset()
+    elsewhere: Mapping[str, Sequence[StoredTensor]] = field(default_factory=dict)
+    names: StageNames | None = None
     layers: tuple[PipelineLayer, ...] = ()
     stage_count: int = 1
 
@@ -125,7 +129,13 @@ class Run:
         return dp * self.tp_size + tp
 
 
-def open_run(root: Path, opened: TorchFiles, *, has_weights: bool = True) -> Run:
+def open_run(
+    root: Path,
+    opened: TorchFiles,
+    *,
+    has_weights: bool = True,
+    tied: Mapping[str, tuple[int, ...]] | None = None,
+) -> Run:
     """Open the files of a checkpoint; those of all pipeline stages are one run.
 
     It does for what is not cut: values, groups, names. The tensors of a pipeline are read from each
@@ -135,13 +145,14 @@ def open_run(root: Path, opened: TorchFiles, *, has_weights: bool = True) -> Run
         root: The checkpoint folder, or that of one tag.
         opened: What its files are opened by.
         has_weights: Whether the weights of a pipeline must be there; universal folders lack them.
+        tied: What is told of the layers of a pipeline that share a module.
 
     Raises:
         FormatError: It is no DeepSpeed checkpoint, or a file is not what its name says.
         CorruptError: Files contradict each other, or the weights of a rank are missing.
         UnsupportedError: It is a DeepSpeed checkpoint of a kind that cannot be read.
     """
-    return joined_run(open_stages(root, opened, has_weights=has_weights))
+    return joined_run(open_stages(root, opened, has_weights=has_weights, tied=tied))
 
 
 def joined_run(runs: Sequence[Run]) -> Run:
@@ -165,13 +176,20 @@ def joined_run(runs: Sequence[Run]) -> Run:
     )
 
 
-def open_stages(root: Path, opened: TorchFiles, *, has_weights: bool = True) -> tuple[Run, ...]:
+def open_stages(
+    root: Path,
+    opened: TorchFiles,
+    *,
+    has_weights: bool = True,
+    tied: Mapping[str, tuple[int, ...]] | None = None,
+) -> tuple[Run, ...]:
     """Open the files of a checkpoint; those of each pipeline stage are a run of their own.
 
     Args:
         root: The checkpoint folder, or that of one tag.
         opened: What its files are opened by.
         has_weights: Whether the weights of a pipeline must be there; universal folders lack them.
+        tied: What is told of the layers of a pipeline that share a module.
 
     Raises:
         FormatError: It is no DeepSpeed checkpoint, or a file is not what its name says.
@@ -189,7 +207,7 @@ def open_stages(root: Path, opened: TorchFiles, *, has_weights: bool = True) -> 
     zeros = _open_zeros(folder, files, own, grid, dp_size)
     stage = agreed(((zero.stage, zero.name) for zero in zeros.values()), "zero_stage")
     runs: list[Run] = []
-    stages = read_stages(folder, files.open, grid, own, zeros, has_weights=has_weights)
+    stages = read_stages(folder, files.open, grid, own, zeros, has_weights=has_weights, tied=tied)
     for pipe, read in enumerate(stages):
         run = Run(
             root=root,
@@ -204,7 +222,8 @@ def open_stages(root: Path, opened: TorchFiles, *, has_weights: bool = True) -> 
             findings=findings,
             pipe=pipe,
             copies=read.layers.copies if read.layers else {},
-            elsewhere=frozenset(read.layers.elsewhere if read.layers else ()),
+            elsewhere=read.layers.elsewhere if read.layers else {},
+            names=read.names,
             layers=tuple(read.layers.layers if read.layers else ()),
         )
         _check_stage(run)

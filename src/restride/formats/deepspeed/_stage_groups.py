@@ -54,7 +54,7 @@ def merged_groups(stages: Sequence[_Groups], order: Iterable[str], where: str) -
         held = [groups[key] for groups in keyed if key in groups]
         _require_alike(held, where)
         names = merged_order([group.names for group in held], known)
-        merged.append(replace(held[0], names=names))
+        merged.append(replace(held[0], names=names, listed=_listed(held, known)))
     return tuple(merged)
 
 
@@ -94,6 +94,12 @@ def _keyed(stages: Sequence[_Groups], where: str) -> list[dict[str, ParameterGro
                 "settings in each group",
             )
     return [dict(zip(own, groups, strict=True)) for own, groups in zip(texts, stages, strict=True)]
+
+
+def _listed(groups: Sequence[ParameterGroup], order: Iterable[str]) -> tuple[str, ...] | None:
+    """All that a script gave to the optimizers of all stages, where each of them tells."""
+    told = [group.listed for group in groups if group.listed is not None]
+    return merged_order(told, order) if len(told) == len(groups) else None
 
 
 def _require_alike(groups: Sequence[ParameterGroup], where: str) -> None:

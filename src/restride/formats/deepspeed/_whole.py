@@ -9,7 +9,7 @@ have names, are there in any case.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Whole", "WholeRank", "read_whole"]
 
 _MOST_NAMED: Final = 3
-_TIED: Final = (
-    "the tied layers of a pipeline have the first numbers of their stage, and nothing says which "
-    "layers are tied"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +116,8 @@ def read_whole(run: Run, experts: ExpertRanks | None = None) -> Whole | None:
     mesh, sources = _sources(run, experts, aliases)
     if not sources:
         return None
-    if run.is_of_pipeline:
-        return _unmatched(run, mesh, sources, {}, _TIED)
+    if run.names is not None and run.names.problem is not None:
+        return _unmatched(run, mesh, sources, {}, run.names.problem)
     ranks: list[WholeRank] = []
     by_order: set[str] = set()
     with FilePool() as pool:
@@ -167,9 +163,26 @@ def _sources(
     if all(model.optimizer is None for model in run.models):
         return mesh, []
     first = run.models[0]
-    return mesh, [
+    sources = [
         _source(model, _read(model, model.optimizer, first), aliases, {}) for model in run.models
     ]
+    if run.names is not None and run.names.stages:
+        sources = [_of_stage(run, tp, source) for tp, source in enumerate(sources)]
+    return mesh, sources
+
+
+def _of_stage(run: Run, tp: int, source: Source) -> Source:
+    """What a stage of a pipeline may own, in the order of its module.
+
+    A tied module that it uses through a function is in the files of another stage.
+    """
+    elsewhere = {
+        name: Weight((shards[tp],), is_elsewhere=True) for name, shards in run.elsewhere.items()
+    }
+    known = {**source.weights, **elsewhere}
+    names = run.names.stages[run.pipe] if run.names else ()
+    ordered = {name: known[name] for name in dict.fromkeys([*names, *known]) if name in known}
+    return replace(source, weights=ordered)
 
 
 def _source(

@@ -47,10 +47,12 @@ class Weight:
     Attributes:
         parts: The tensor, or that of each expert.
         is_stack: Whether it is a stack.
+        is_elsewhere: Whether only another stage of a pipeline stores it: here it is not.
     """
 
     parts: tuple[StoredTensor, ...]
     is_stack: bool = False
+    is_elsewhere: bool = False
 
     @property
     def dtype(self) -> DType:
@@ -322,6 +324,7 @@ def _placed(file: WholeFile, places: Sequence[Sequence[Place]]) -> Found:
 def _owned(entry: Numbered, weight: Weight) -> Owned:
     """States of one parameter; one that is trained in fp32 is its own master copy."""
     arrays, scalars, others = sort_states(entry, weight.shape)
-    if entry.master is None and weight.dtype.name == "float32" and not weight.is_stack:
+    is_own = not (weight.is_stack or weight.is_elsewhere)
+    if entry.master is None and weight.dtype.name == "float32" and is_own:
         arrays = {"fp32": weight.parts[0], **arrays}
     return Owned(arrays, scalars, others)

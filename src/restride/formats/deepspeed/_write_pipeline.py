@@ -21,6 +21,7 @@ from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._described_layers import completed_layers
 from restride.formats.deepspeed._pipeline_cut import cut_stages
 from restride.formats.deepspeed._settings import is_bf16
+from restride.formats.deepspeed._stage_muon import Cuts
 from restride.formats.deepspeed._stage_place import StagePlace
 from restride.formats.deepspeed._write_model import write_models
 from restride.formats.deepspeed._write_partitions import write_partitions
@@ -71,6 +72,7 @@ def write_pipeline(writing: Writing, pipeline: Pipeline) -> list[int]:
         target.cut,
         target.pp,
         partial(_numels, writing),
+        Cuts({name: own.layout for name, own in writing.tensors.items()}, writing.layouts),
         writing.catalog.root,
     )
     _require_trained(writing, cut)

@@ -126,7 +126,10 @@ class ModelCopies:
         name = f"{top}/{PurePosixPath(model.name).name}"
         stored = model.root.get(_INFO)
         told = self._told(model, is_partitioned=self._run.is_partitioned)
-        if self._run.is_of_pipeline and model.root.get("param_shapes") is None:
+        if self._run.is_of_pipeline and model.optimizer is not None:
+            entries = self._entries(model, is_partitioned=False)
+            output.add(FileDraft(name), {**entries, "module": None})
+        elif self._run.is_of_pipeline and model.root.get("param_shapes") is None:
             output.add(FileDraft(name), _named(model))
         elif model.optimizer is not None or self._has_native:
             output.add(FileDraft(name), self._entries(model, is_partitioned=False))
@@ -194,7 +197,9 @@ class ModelCopies:
     def _entries(self, model: ModelFile, *, is_partitioned: bool) -> dict[Value, Value]:
         """All that a file says, with the groups of the optimizer in the order of its kind."""
         is_dealt_out = not is_partitioned and is_round_robin(model.root.get("ds_config"))
-        groups = [self._members(names, model.tp) for names in self._groups()]
+        tp_size = self._run.tp_size // self._run.stage_count
+        stage, tp = divmod(model.tp, tp_size)
+        groups = [self._members(names, tp) for names in self._groups(stage)]
         if is_dealt_out:
             groups = [
                 {name: members[name] for name in self._dealt_out(members)} for members in groups
@@ -212,8 +217,10 @@ class ModelCopies:
         """Second names, which only the first rank of all knows of."""
         return {alias: tensor.name for tensor in self._catalog.tensors for alias in tensor.aliases}
 
-    def _groups(self) -> Iterator[tuple[str, ...]]:
-        yield from (group.names for group in self._training.groups)
+    def _groups(self, stage: int) -> Iterator[tuple[str, ...]]:
+        pipeline = self._training.pipeline
+        groups = self._training.groups if pipeline is None else pipeline.stages[stage].groups
+        yield from (group.names for group in groups)
 
     def _members(self, names: tuple[str, ...], tp: int) -> dict[str, Shape]:
         """Parameters of a group that a rank has elements of, with their shapes on it."""

@@ -20,6 +20,7 @@ from restride.formats.deepspeed._whole_experts import ExpertRanks
 from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from os import PathLike
 
     from restride.formats.deepspeed._expert_files import Expert, ExpertFiles
@@ -28,12 +29,18 @@ if TYPE_CHECKING:
 __all__ = ["read_catalog"]
 
 
-def read_catalog(path: str | PathLike[str], opened: TorchFiles | None = None) -> Catalog:
+def read_catalog(
+    path: str | PathLike[str],
+    opened: TorchFiles | None = None,
+    tied: Mapping[str, tuple[int, ...]] | None = None,
+) -> Catalog:
     """Read what a DeepSpeed checkpoint holds: every tensor, its states, and where they are.
 
     Args:
         path: The checkpoint folder, where ``latest`` names the tag, or the folder of one tag.
         opened: What its files are opened by, where others ask for them again.
+        tied: For the key of each tied module of a pipeline, all layers that use it; empty where
+            none is tied. Asked for where an optimizer numbers its parameters: without ZeRO.
 
     Returns:
         A catalog over the mesh ``dp, tp``. The layout of a parameter is that of the tensor-parallel
@@ -55,7 +62,7 @@ def read_catalog(path: str | PathLike[str], opened: TorchFiles | None = None) ->
     Cost:
         The metadata of every file is read, no tensor is. O(parameters * ranks).
     """
-    runs = open_stages(Path(path), opened or TorchFiles())
+    runs = open_stages(Path(path), opened or TorchFiles(), tied=tied)
     run = runs[0]
     experts, files = _experts(run)
     read = read_chunks if run.is_partitioned else read_partitions
@@ -76,6 +83,7 @@ def read_catalog(path: str | PathLike[str], opened: TorchFiles | None = None) ->
         tensors=joined_tensors(tensors),
         values=values,
         findings=tuple(run.findings),
+        tied=tied if run.names is not None and run.names.tied_to is not None else None,
     )
 
 

@@ -11,7 +11,7 @@ from restride.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["PartitionMethod", "StageCut", "read_stage_cut"]
+__all__ = ["PartitionMethod", "StageCut", "read_stage_cut", "read_ties"]
 
 PartitionMethod: TypeAlias = Literal["parameters", "uniform"]
 """A ``partition_method`` of DeepSpeed's PipelineModule that can be computed of a checkpoint."""
@@ -67,7 +67,7 @@ def read_stage_cut(
         >>> read_stage_cut("uniform:9", None).layer_count
         9
     """
-    uses = {key: tuple(sorted(_numbers(numbers, key))) for key, numbers in (tied or {}).items()}
+    uses = read_ties(tied or {})
     if layers is None:
         return StageCut(tied=uses)
     if not isinstance(layers, str):
@@ -83,6 +83,28 @@ def read_stage_cut(
         why = ": a checkpoint has no classes of layers" if is_type else ""
         raise UnsupportedError(f"{layers!r} is no cut into stages{why}", remedy=_HOW)
     return StageCut(_starts([int(part) for part in parts], layers), tied=uses)
+
+
+def read_ties(tied: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Understand what is said of tied modules: for the key of each, all layers that use it.
+
+    Raises:
+        UnsupportedError: It is no such thing.
+
+    Examples:
+        >>> read_ties({"embed": [5, 0]})
+        {'embed': (0, 5)}
+    """
+    uses = {key: tuple(sorted(_numbers(numbers, key))) for key, numbers in tied.items()}
+    keys: dict[int, str] = {}
+    for key, numbers in uses.items():
+        for number in numbers:
+            if keys.setdefault(number, key) != key:
+                raise UnsupportedError(
+                    f"layer {number} is said to use both {keys[number]!r} and {key!r}",
+                    remedy="name the one module that each layer uses",
+                )
+    return uses
 
 
 def _starts(starts: Sequence[int], said: str) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._optimizer import Group, ZeroFile
     from restride.formats.deepspeed._run import Run
+    from restride.formats.deepspeed._whole import Whole
 
 __all__ = ["merged_order", "read_model_training", "read_training"]
 
@@ -86,12 +87,13 @@ def read_training(catalog: Catalog, opened: TorchFiles | None = None) -> Trainin
     Cost:
         O(metadata of all files); no tensor is read.
     """
-    runs = open_stages(Path(catalog.root), opened or TorchFiles())
+    runs = open_stages(Path(catalog.root), opened or TorchFiles(), tied=catalog.tied)
     run = joined_run(runs)
     experts = open_experts(run)[0] if run.folder.experts else {}
-    whole = read_whole(run, find_experts(run))
-    if whole is not None:
-        return with_whole_optimizer(read_model_training(run, catalog), whole)
+    wholes = [own for stage in runs if (own := read_whole(stage, find_experts(stage)))]
+    if wholes:
+        training = with_whole_optimizer(read_model_training(run, catalog), wholes[0])
+        return _of_stages(training, runs, wholes) if run.is_of_pipeline else training
     zero = next(iter(run.zeros.values()), None)
     if zero is None or run.models[0].param_shapes is None:
         raise UnsupportedError(
@@ -116,6 +118,26 @@ def read_training(catalog: Catalog, opened: TorchFiles | None = None) -> Trainin
             for key, entry in zero.state.items()
             if key not in _optimizer.CONSUMED_KEYS and key != "zero_stage"
         },
+    )
+
+
+def _of_stages(training: Training, runs: Sequence[Run], wholes: Sequence[Whole]) -> Training:
+    """Put the optimizers of all stages together, which are in their model files."""
+    stages = [with_whole_optimizer(training, whole).groups for whole in wholes]
+    names = runs[0].names
+    pipeline = _pipeline(runs, stages)
+    listed = [dict.fromkeys(own) for own in (names.stages if names else ())]
+    return replace(
+        training,
+        groups=merged_groups(stages, training.order, str(runs[0].folder.path)),
+        pipeline=replace(
+            pipeline,
+            stages=tuple(
+                replace(stage, names=tuple(own | dict.fromkeys(stage.names)))
+                for stage, own in zip(pipeline.stages, listed, strict=True)
+            ),
+            are_ties_known=names is not None and names.are_ties_known,
+        ),
     )
 
 

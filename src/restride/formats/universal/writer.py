@@ -27,6 +27,7 @@ from restride.errors import UnsupportedError
 from restride.formats.deepspeed._fields import shown
 from restride.formats.deepspeed._native_experts import expert_name
 from restride.formats.deepspeed._native_target import on_one_rank
+from restride.formats.deepspeed._pipeline_cut import require_known_ties
 from restride.formats.deepspeed._run import open_run
 from restride.formats.deepspeed._write_findings import rank_findings
 from restride.formats.deepspeed._writing import keyed
@@ -104,13 +105,15 @@ def lay_out(
     root = Path(catalog.root)
     is_universal = catalog.format.startswith(FORMAT)
     folder = root / find_folder(root) if is_universal else root
-    run = open_run(folder, opened, has_weights=not is_universal)
+    run = open_run(folder, opened, has_weights=not is_universal, tied=catalog.tied)
     if run.stage_count > 1 and is_partitioned:
         raise UnsupportedError(
             f"is of {run.stage_count} pipeline stages, which an engine of ZeRO-3 does not have",
             where=str(root),
             remedy="choose --stage 1",
         )
+    if training.pipeline is not None:
+        require_known_ties(training.pipeline, str(root))
     native = on_one_rank(catalog, training)
     if native is not None:
         _require_stage_of_experts(catalog, is_partitioned=is_partitioned)
