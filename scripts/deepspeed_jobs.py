@@ -15,6 +15,9 @@ tiny model with random weights (nothing is downloaded), makes an engine of it, l
 (`resave`), trains `steps` batches, saves (`save`, with the model's ``config.json`` beside it), and
 trains `more`. Losses are exact, in hexadecimal.
 
+With `zero_init` the model is made under ``deepspeed.zero.Init``. A `dtype` of ``fp16`` is trained
+in as well, of which DeepSpeed thinks that few CPUs can.
+
 Parameters whose names have one of the parts in `freeze` are frozen; `vectors` are settings of the
 optimizer for a group of the parameters with one dimension.
 
@@ -181,8 +184,8 @@ def settings_of(job: dict[str, Any]) -> dict[str, Any]:
         "checkpoint": {"load_universal": True} if job.get("universal") else {},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
-    if job.get("dtype", "bf16") == "bf16":
-        settings["bf16"] = {"enabled": True}
+    if job.get("dtype", "bf16") != "fp32":
+        settings[job.get("dtype", "bf16")] = {"enabled": True}
     if job.get("tp", 1) > 1:
         settings["tensor_parallel"] = {"autotp_size": job["tp"]}
     if job.get("ep") and job["model"] not in NATIVE:
@@ -208,13 +211,25 @@ def model_of(rank: int, job: dict[str, Any]) -> Any:
     return model
 
 
+def model_under_init(rank: int, job: dict[str, Any]) -> Any:
+    """Make the model with every parameter cut at once, as `from_pretrained` does for ZeRO-3."""
+    # zero.Init replaces functions of torch that this has to find as they were.
+    import torch._dynamo  # noqa: F401 - imported for what it keeps
+    from deepspeed import zero
+
+    with zero.Init(config_dict_or_path=settings_of(job)):
+        return model_of(rank, job)
+
+
 def train(rank: int, job: dict[str, Any]) -> list[str]:
     import deepspeed
     import torch
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
-    model = model_of(rank, job)
+    if job.get("dtype") == "fp16":
+        allow_fp16()
+    model = model_under_init(rank, job) if job.get("zero_init") else model_of(rank, job)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=trained(model, job), config=settings_of(job)
     )
@@ -245,6 +260,13 @@ def train(rank: int, job: dict[str, Any]) -> list[str]:
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return losses
+
+
+def allow_fp16() -> None:
+    """Train in fp16 whatever this CPU has for it: torch computes it all the same, only slower."""
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda _: True
 
 
 def trained(model: Any, job: dict[str, Any]) -> Any:

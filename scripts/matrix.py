@@ -345,6 +345,7 @@ class Case:
             ep=shape.ep,
             **stages_of(self._source, shape),
             hyperparameters=self._hyperparameters(shape),
+            zero_init=False if self._source.trained == "muon" and shape.zero == 3 else None,
             plan=False if self._source.model == "codegen" else None,
             replicas=self._source.replicas,
             force=True,

@@ -105,6 +105,7 @@ def convert(
     pp_layers: str | Sequence[int] | None = None,
     pp_tied: Mapping[str, Sequence[int]] | None = None,
     hyperparameters: str | PathLike[str] | None = None,
+    zero_init: bool | None = None,
     budget_nbytes: int | None = None,
     workers: int | None = None,
     replicas: Saying = DEFAULT,
@@ -170,6 +171,9 @@ def convert(
         hyperparameters: A JSON file with the settings of the parameter groups, a list of one object
             for each, where DeepSpeed's `elastic_checkpoint` left them out of the source. Without it
             what can be written is what an engine loads that keeps its own.
+        zero_init: Whether the engine of ZeRO-3 that resumes makes its model under
+            ``deepspeed.zero.Init``: where DeepSpeed's Muon trains, it has the parameters in another
+            order then, and the source does not always tell.
         budget_nbytes: Most memory for plan and buffers. Default: 512 MiB, or a quarter of what
             the cgroup allows where that is less.
         workers: Threads. Default: one for each core that this process may use, up to four.
@@ -219,6 +223,7 @@ def convert(
         pp_layers=pp_layers,
         pp_tied=pp_tied,
         hyperparameters=hyperparameters,
+        zero_init=zero_init,
     )
     number, count = _require_process(process, executor, parts)
     if not wait_seconds >= 0:

@@ -49,6 +49,8 @@ class Wanted:
             rate and epsilon of their group.
         hyperparameters: A file with the settings of the parameter groups, where the source left
             them out.
+        zero_init: Whether the engine of ZeRO-3 that resumes makes its model under
+            ``deepspeed.zero.Init``, which decides in what order Muon has its parameters.
     """
 
     to: Target
@@ -69,6 +71,7 @@ class Wanted:
     pp_layers: str | Sequence[int] | None = None
     pp_tied: Mapping[str, Sequence[int]] | None = None
     hyperparameters: str | PathLike[str] | None = None
+    zero_init: bool | None = None
 
 
 _PARTITIONED: Final = 3
@@ -78,7 +81,7 @@ _TAKEN: Final = {
     "deepspeed": {
         *("tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"),
         *("pp", "pp_layers", "pp_tied"),
-        *("optimizer_transform", "hyperparameters"),
+        *("optimizer_transform", "hyperparameters", "zero_init"),
     },
 }
 
@@ -96,7 +99,8 @@ def lay_out_export(catalog: Catalog, wanted: Wanted, opened: TorchFiles | None =
         RuleError, CoverageError: Nothing says how a parameter is cut, or says it wrongly.
         UnsupportedError: The format has no place for something, or takes no such option.
     """
-    _require_taken(wanted)
+    # Where the source asks for it, it has been told which layers are tied.
+    _require_taken(wanted if catalog.tied is None else replace(wanted, pp_tied=None))
     if wanted.to == "safetensors":
         dtype = cast_target(wanted.dtype) if wanted.dtype is not None else None
         states = wanted.states or "weights"
@@ -191,6 +195,7 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
         ep=expert_rank_count(training) if wanted.ep is None else wanted.ep,
         pp=_stage_count(training, stages) if wanted.pp is None else wanted.pp,
         cut=stages,
+        zero_init=wanted.zero_init,
     )
     stacked = stacked_experts(training)  # which no tensor-parallel rank cuts
     dense = replace(catalog, tensors=tuple(t for t in catalog.tensors if t.name not in stacked))

@@ -61,7 +61,7 @@ class _Convert(SectionedCommand):
         ),
         "For which ranks (--to deepspeed)": (
             *("tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"),
-            *("pp", "pp_layers", "pp_tied"),
+            *("pp", "pp_layers", "pp_tied", "zero_init"),
         ),
         "How it is written": ("dry_run", "resume", "force", "no_sync", "memory", "workers"),
         "By several processes": ("process", "wait", "executor", "parts"),
@@ -104,6 +104,12 @@ class _Convert(SectionedCommand):
 )
 @cut_options
 @stage_options
+@click.option(
+    "--zero-init/--no-zero-init",
+    default=None,
+    help="Whether the model that resumes with ZeRO-3 is made under deepspeed.zero.Init: Muon has "
+    "its parameters in another order then. Default: as CHECKPOINT shows.",
+)
 @click.option(
     "--optimizer-transform",
     is_flag=True,
@@ -216,6 +222,7 @@ def command(
     pp: int | None,
     pp_layers: str | None,
     pp_tied: dict[str, tuple[int, ...]] | None,
+    zero_init: bool | None,
     optimizer_transform: bool,
     hyperparameters: str | None,
     memory: int,
@@ -257,6 +264,7 @@ def command(
         pp_layers=pp_layers,
         pp_tied=pp_tied,
         hyperparameters=hyperparameters,
+        zero_init=zero_init,
     )
     this = _this(process, executor)
     if dry_run:

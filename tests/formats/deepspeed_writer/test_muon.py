@@ -13,8 +13,8 @@ from restride.checkpoint.catalog import TensorEntry
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.training import ModelRank, ParameterGroup, Training
 from restride.errors import UnsupportedError
-from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._muon_order import in_muon_order
+from restride.formats.deepspeed.target import DeepSpeedTarget
 from restride.layouts import replicated, split
 from restride.testing.gather import gather_all
 from restride.testing.saved_values import edit_file
@@ -147,7 +147,7 @@ def test_other_ranks_sort_by_the_sizes_of_their_own_shards(tmp_path):
 
 # Name: shape, and the dimension that tensor-parallel ranks cut, in the order of the model.
 SHAPES = {"down": ((4, 8), 1), "q": ((4, 4), 0), "o": ((4, 4), 1), "up": ((8, 4), 0)}
-MUON = Field({"optimizer": {"type": "Muon"}}, "ds_config")
+MUON = {"optimizer": {"type": "Muon"}}
 
 
 def cut(tp: int, shapes: dict[str, tuple[tuple[int, ...], int]]) -> dict:
@@ -159,14 +159,21 @@ def cut(tp: int, shapes: dict[str, tuple[tuple[int, ...], int]]) -> dict:
     }
 
 
-def ordered(names, *, tp, zero=1, config=None, shapes=SHAPES, target=None) -> str:
+def ordered(names, *, tp, source="deepspeed zero-1", shapes=SHAPES, target=None, **more) -> str:
     """The order of a group for a target, from the one that the source has."""
-    source, target = cut(tp[0], shapes), target or cut(tp[1], shapes)
+    held, layouts = cut(tp[0], shapes), target or cut(tp[1], shapes)
     group = ParameterGroup(tuple(names.split()), {"use_muon": True}, {}, tuple(names.split()))
-    rank = ModelRank("file", {}, {})
+    config = more.pop("config", None)
+    rank = ModelRank("file", {} if config is None else {"ds_config": config}, {})
     training = Training("step", DTYPES["float32"], tuple(shapes), (group,), {}, (rank,), {})
-    tensors = {name: TensorEntry(name, "parameter", source[name], {}) for name in shapes}
-    (found,) = in_muon_order(training, tensors, target, zero=zero, config=config).groups
+    tensors = {name: TensorEntry(name, "parameter", held[name], {}) for name in shapes}
+    run = DeepSpeedTarget(tp[1], 1, **{"zero": 1, **more})
+    training, findings = in_muon_order(training, tensors, layouts, target=run, source=source)
+    (found,) = training.groups
+    assert {finding.kind for finding in findings} <= {"muon-order"}
+    if more.get("zero") == 3:  # it is told of where an engine could have another order
+        by_size = sorted(found.names, key=lambda n: layouts[n].shard_shape(0), reverse=True)
+        assert bool(findings) == (" ".join(by_size) != " ".join(n for n in shapes))
     assert found.listed == found.names
     return " ".join(found.names)
 
@@ -174,7 +181,43 @@ def ordered(names, *, tp, zero=1, config=None, shapes=SHAPES, target=None) -> st
 def test_sizes_follow_the_ranks_and_ties_follow_the_model():
     assert ordered("up down q o", tp=(1, 2)) == "down up o q"
     assert ordered("down up o q", tp=(2, 1)) == "up down q o"
-    assert ordered("up down q o", tp=(1, 2), zero=3) == "down up o q"
+
+
+@pytest.mark.parametrize(("zero_init", "order"), [(False, "down up o q"), (True, "down q o up")])
+def test_for_zero_3_somebody_says_whether_the_shapes_were_empty_when_it_sorted(zero_init, order):
+    """An engine takes what it reads for the parameter that it has at this place."""
+    for given in ("up down q o", "down up o q"):
+        tp = (1, 2) if given.startswith("up") else (2, 2)
+        with pytest.raises(UnsupportedError, match=r"mix them up .*--zero-init or --no-zero-init"):
+            ordered(given, tp=tp, zero=3)
+        assert ordered(given, tp=tp, zero=3, zero_init=zero_init) == order
+
+
+def test_a_source_of_zero_3_shows_it():
+    three = {"zero": 3, "source": "deepspeed zero-3"}
+
+    assert ordered("up down q o", tp=(1, 2), **three) == "down up o q"
+    assert ordered("down q o up", tp=(1, 2), **three) == "down q o up"
+    assert ordered("down q o up", tp=(1, 2), **three, zero_init=False) == "down up o q"
+    assert ordered("up down q o", tp=(1, 1), **three, zero_init=True) == "down q o up"
+
+
+def test_what_is_of_one_order_either_way_needs_no_word():
+    shapes = {"up": ((8, 4), 0), "wide": ((6, 8), 1)}
+
+    assert ordered("up wide", tp=(1, 1), zero=3, shapes=shapes) == "up wide"
+    with pytest.raises(UnsupportedError, match="--no-zero-init"):  # halved, `wide` is larger
+        ordered("up wide", tp=(1, 2), zero=3, source="deepspeed zero-3", shapes=shapes)
+
+
+def test_an_order_of_the_scripts_own_is_lost_where_nothing_sorts():
+    with pytest.raises(UnsupportedError, match="would keep: it is not known"):
+        ordered("up down o q", tp=(1, 1), zero=3, zero_init=True)
+
+
+def test_only_zero_3_empties_shapes():
+    with pytest.raises(UnsupportedError, match="not for ZeRO-2"):
+        DeepSpeedTarget(1, 1, 2, zero_init=False)
 
 
 def test_parameters_in_an_order_of_the_scripts_own_keep_it_where_it_tells_all():
@@ -189,7 +232,7 @@ def test_parameters_in_an_order_of_the_scripts_own_keep_it_where_it_tells_all():
 def test_what_was_made_under_zero_init_is_sorted_by_an_engine_of_another_stage():
     model = "down q o up"
 
-    assert ordered(model, tp=(1, 1), zero=3, config=MUON) == model
+    assert ordered(model, tp=(1, 1), source="deepspeed zero-3", zero=3, config=MUON) == model
     assert ordered(model, tp=(1, 1), zero=2, config=MUON) == "up down q o"
     with pytest.raises(UnsupportedError, match="does not say that it is DeepSpeed's"):
         ordered(model, tp=(1, 1), zero=2)

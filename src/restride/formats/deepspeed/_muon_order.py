@@ -4,7 +4,9 @@ DeepSpeed's Muon sorts the parameters of a group by their shapes, the largest fi
 is of one shape in the order in which it was given (deepspeed 0.19.8
 `runtime/zero/muon/original_muon.py`). The shapes are those of the shards: an engine with other
 tensor-parallel ranks has the same parameters in another order, and takes what it reads for theirs.
-Under `zero.Init` all shapes are empty when it sorts, and the order is as given.
+Under `zero.Init` all shapes are empty when it sorts, and the order is as given. An engine of ZeRO-3
+does not notice values of one parameter in the place of another: where the two orders differ and
+neither the source nor the user says which one it has, nothing is written.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Final
 
+from restride.checkpoint.catalog import Finding
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._momentum import trains_by_muon
 from restride.formats.deepspeed._settings import optimizer_type
+from restride.formats.deepspeed._writing import config_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     from restride.algebra.layout import Layout, Shape
     from restride.checkpoint.catalog import TensorEntry
     from restride.checkpoint.training import ParameterGroup, Training
-    from restride.formats.deepspeed._fields import Field
+    from restride.formats.deepspeed.target import DeepSpeedTarget
 
 __all__ = ["in_muon_order"]
 
@@ -37,23 +41,27 @@ def in_muon_order(
     tensors: Mapping[str, TensorEntry],
     layouts: Mapping[str, Layout],
     *,
-    zero: int,
-    config: Field | None,
-) -> Training:
+    target: DeepSpeedTarget,
+    source: str,
+) -> tuple[Training, tuple[Finding, ...]]:
     """Put the parameters of Muon's groups in the order that the engine of a target has.
 
     Args:
         training: The source's.
         tensors: Tensors of the source by name.
         layouts: How the ranks of the target cut each tensor.
-        zero: ZeRO stage of the target.
-        config: ``ds_config`` of the source, where there is one.
+        target: What is written for.
+        source: Format of the source, which ends in its ZeRO stage.
+
+    Returns:
+        The training, and what the engine that resumes must not do otherwise.
 
     Raises:
         UnsupportedError: The order cannot be told.
     """
     places = {name: place for place, name in enumerate(training.order)}
-    is_own_class = optimizer_type(config) == _MUON
+    is_own_class = optimizer_type(config_of(training)) == _MUON
+    findings: list[Finding] = []
     groups: list[ParameterGroup] = []
     for number, group in enumerate(training.groups):
         if not trains_by_muon(group) or not all(n in tensors and n in layouts for n in group.names):
@@ -65,16 +73,28 @@ def in_muon_order(
             {name: _sizes(tensors[name].layout) for name in group.names},
             {name: _sizes(layouts[name]) for name in group.names},
         )
-        if order.is_sorted:
-            by_model = sorted(group.names, key=lambda name: places.get(name, len(places)))
+        by_model = sorted(group.names, key=lambda name: places.get(name, len(places)))
+        if target.zero == _PARTITIONED_WEIGHTS:
+            said = target.zero_init
+            shown = _shown_by(source, order, by_model) if said is None else said
+            names, notes = order.of_partitioned(by_model, zero_init=shown)
+            findings += [note for note in notes if note not in findings]
+        elif order.is_sorted:
             names = order.sorted_again(by_model)
-        elif zero == _PARTITIONED_WEIGHTS:
-            names = group.names
         else:
             names = order.sorted_first(is_own_class=is_own_class)
         listed = names if group.listed and {*group.listed} == {*names} else group.listed
         groups.append(replace(group, names=names, listed=listed))
-    return replace(training, groups=tuple(groups))
+    return replace(training, groups=tuple(groups)), tuple(findings)
+
+
+def _shown_by(source: str, order: _Order, by_model: Sequence[str]) -> bool | None:
+    """Whether the source was made under `zero.Init`, where its order tells."""
+    if not source.endswith(f"zero-{_PARTITIONED_WEIGHTS}"):
+        return None
+    if not order.is_sorted:
+        return True
+    return None if list(order.names) == list(by_model) else False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +117,43 @@ class _Order:
     def is_sorted(self) -> bool:
         """Whether every rank of the source has what it holds by size."""
         return self._is_of_source(self.names)
+
+    def of_partitioned(
+        self, by_model: Sequence[str], *, zero_init: bool | None
+    ) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
+        """Order the parameters for an engine of ZeRO-3.
+
+        Args:
+            by_model: The names in the order of the model.
+            zero_init: Whether its model is made under `zero.Init`; None where nobody knows.
+
+        Raises:
+            UnsupportedError: That decides, and nobody knows; or the order cannot be told.
+        """
+        was_sorted = self.is_sorted
+        given = tuple(by_model) if was_sorted else self.names
+        by_size = self._for_target(given)
+        is_told = not was_sorted or self._is_of_source(by_model)
+        if is_told and given == by_size:
+            return given, ()
+        if zero_init is None:
+            raise UnsupportedError(
+                f"{self.where} is updated by Muon, and an engine of ZeRO-3 has its parameters in "
+                "another order if its model is made under deepspeed.zero.Init, as transformers and "
+                "Accelerate do; it would mix them up without a word",
+                remedy="say --zero-init or --no-zero-init",
+            )
+        if not zero_init:
+            names = self.sorted_again(by_model) if was_sorted else by_size
+            return names, (_note("by their sizes", "is not made"),)
+        if not is_told:
+            raise UnsupportedError(
+                f"{self.where} is updated by Muon, which sorts by size, and was given in another "
+                "order than the model's, which an engine under deepspeed.zero.Init would keep: it "
+                "is not known",
+                remedy="resume without deepspeed.zero.Init, and say --no-zero-init",
+            )
+        return given, (_note("as the model has them", "is made"),)
 
     def sorted_again(self, by_model: Sequence[str]) -> tuple[str, ...]:
         """Sort what was sorted before: the order of the model tells what is of one size now.
@@ -162,6 +219,14 @@ class _Order:
                 remedy="choose ranks that divide the parameters evenly",
             )
         return found.pop() if found else tuple(names)
+
+
+def _note(order: str, is_made: str) -> Finding:
+    message = (
+        f"the parameters that Muon updates are written {order}: resume with a model that {is_made} "
+        "under deepspeed.zero.Init, or the engine mixes them up without a word"
+    )
+    return Finding("warning", "muon-order", message)
 
 
 def _sorted(

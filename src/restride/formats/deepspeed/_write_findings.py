@@ -60,17 +60,9 @@ def _muon(writing: Writing) -> Iterator[Finding]:
     """What the engine must not be configured otherwise for: it would not notice."""
     groups = [group for group in writing.training.groups if trains_by_muon(group)]
     zero = writing.target.zero
-    if not groups or not zero:
+    if not groups or zero in {0, _PARTITIONED_WEIGHTS}:
         return
-    if zero == _PARTITIONED_WEIGHTS:
-        message = (
-            "the parameters that Muon updates are written in the order of their sizes: an engine "
-            "whose model was made under deepspeed.zero.Init has them in the order of the model, "
-            "and would mix them up"
-        )
-        if any(list(g.names) != _in_model_order(writing, g.names) for g in groups):
-            yield Finding("warning", "muon-order", message)
-    elif any(states_kept_whole(group, writing.config, zero) for group in groups):
+    if any(states_kept_whole(group, writing.config, zero) for group in groups):
         message = (
             "Muon's momentum is written whole on every rank that has a part of the parameter: "
             "resume without offload_optimizer, and without BF16_Optimizer"
@@ -82,11 +74,6 @@ def _muon(writing: Writing) -> Iterator[Finding]:
             "offload_optimizer or asks for BF16_Optimizer: resume with the same"
         )
         yield Finding("note", "muon-momentum", message)
-
-
-def _in_model_order(writing: Writing, names: Sequence[str]) -> list[str]:
-    members = {*names}
-    return [name for name in writing.training.order if name in members]
 
 
 def _stage_ranks(writing: Writing, chosen: Sequence[int]) -> Iterator[Finding]:

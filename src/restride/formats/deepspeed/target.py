@@ -12,6 +12,7 @@ from restride.formats.deepspeed.stage_cut import StageCut
 __all__ = ["DeepSpeedTarget"]
 
 _STAGES: Final = (0, 1, 2, 3)
+_PARTITIONED_WEIGHTS: Final = 3
 # Each rank has a file or two of its own; no run has so many.
 _MOST_RANKS: Final = 1 << 16
 
@@ -28,6 +29,7 @@ class DeepSpeedTarget:
             (they fold the tensor-parallel ones); 1 without experts.
         pp: Stages of a pipeline, each with as many ranks; 1 without one.
         cut: How its layers are dealt out to the stages.
+        zero_init: Whether its model is made under ``deepspeed.zero.Init``, where that is said.
 
     Raises:
         UnsupportedError: A number is out of range, or the expert-parallel ranks do not fit into the
@@ -44,6 +46,7 @@ class DeepSpeedTarget:
     ep: int = 1
     pp: int = 1
     cut: StageCut = field(default_factory=StageCut)
+    zero_init: bool | None = None
 
     def __post_init__(self) -> None:
         axes = {"tp": self.tp, "dp": self.dp, "ep": self.ep, "pp": self.pp}
@@ -61,6 +64,11 @@ class DeepSpeedTarget:
         if self.zero not in _STAGES:
             raise UnsupportedError(
                 f"ZeRO-{self.zero} cannot be written", remedy="choose --zero 0, 1, 2 or 3"
+            )
+        if self.zero_init is not None and self.zero != _PARTITIONED_WEIGHTS:
+            raise UnsupportedError(
+                f"models are made under deepspeed.zero.Init for ZeRO-3, not for ZeRO-{self.zero}",
+                remedy="leave out --zero-init and --no-zero-init",
             )
         if self.dp * self.tp % self.ep:
             folded = f"dp={self.dp} times tp={self.tp}" if self.tp > 1 else f"dp={self.dp}"

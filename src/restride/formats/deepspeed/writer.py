@@ -29,14 +29,14 @@ from restride.formats.deepspeed._write_model import write_models
 from restride.formats.deepspeed._write_partitions import write_partitions
 from restride.formats.deepspeed._write_pipeline import write_pipeline
 from restride.formats.deepspeed._write_whole import write_whole
-from restride.formats.deepspeed._writing import Writing, config_of
+from restride.formats.deepspeed._writing import Writing
 from restride.storage.torch_output import TorchOutput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from restride.algebra.layout import Layout
-    from restride.checkpoint.catalog import Catalog
+    from restride.checkpoint.catalog import Catalog, Finding
     from restride.checkpoint.selection import Export
     from restride.checkpoint.training import Training
     from restride.formats.deepspeed.target import DeepSpeedTarget
@@ -83,8 +83,11 @@ def lay_out(
     if placed is not None:
         training, layouts = placed.retold(training), {**layouts, **placed.layouts}
         tensors = placed.without_second_names(tensors)
-    config = config_of(training)
-    training = in_muon_order(training, tensors, layouts, zero=target.zero, config=config)
+    orders: tuple[Finding, ...] = ()
+    if training.pipeline is None:  # its stages sort what they have
+        training, orders = in_muon_order(
+            *(training, tensors, layouts), target=target, source=catalog.format
+        )
     writing = Writing(
         catalog,
         training,
@@ -98,6 +101,7 @@ def lay_out(
         tensors=tensors,
         output=TorchOutput(catalog),
         experts=placed,
+        findings=[*orders],
     )
     writing.require_known()
     if writing.is_elastic:
