@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "plan_comparison", "plan_conversion", "plan_reading", "whole_layout"]
 
-# Two buffers that stay in the core's cache (1 to 2 MiB on current server cores) are several times
-# faster than large ones; below the smallest, the work per step costs more than the bytes.
-_LARGEST_BUFFER_NBYTES: Final = 512 << 10
+# Buffers that stay in the caches (1 to 2 MiB of a core's own on current servers, and its share of
+# the common one) are several times faster than large ones. Half a step more often costs more than
+# what leaves the core's own; below the smallest, the work per step costs more than the bytes.
+_LARGEST_BUFFER_NBYTES: Final = 1 << 20
 _SMALLEST_BUFFER_NBYTES: Final = 1 << 12
 # Differences, means and products are computed in float64, with more arrays at one time than a step
 # has buffers; casts between the 16-bit types go by way of float32. Measured, see tests/executors.

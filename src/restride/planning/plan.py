@@ -273,14 +273,15 @@ class RegionPlan:
         Cost:
             O(fills that meet the step) each. Never walks elements.
         """
-        waiting = sorted(self.fills, key=lambda fill: -fill.target_range.start)
-        active: list[Fill] = []
+        waiting = [(fill.target_range, fill) for fill in self.fills]
+        waiting.sort(key=lambda found: -found[0].start)
+        active: list[tuple[range, Fill]] = []
         for start in _starts(self.numel, self.pitch_numel, wanted):
             stop = min(start + self.pitch_numel, self.numel)
-            while waiting and waiting[-1].target_range.start < stop:
+            while waiting and waiting[-1][0].start < stop:
                 active.append(waiting.pop())
-            active = [fill for fill in active if fill.target_range.stop > start]
-            yield self._step(start, stop, active)
+            active = [found for found in active if found[0].stop > start]
+            yield self._step(start, stop, [fill for _, fill in active])
 
     def step(self, start: int, stop: int) -> Step:
         """One step that fills the elements [start, stop), wherever `steps` would cut.
