@@ -19,7 +19,14 @@ from restride.layouts import replicated, split
 from restride.testing.catalogs import catalog_of
 from restride.testing.zero_files import Parameter, ZeroRun, box_map, write_zero_run
 
-ADAM = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}
+ADAM = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False}
+# What groups have of optimizers with Adam's two moments, or with an epsilon, that are not Adam.
+OTHERS = {
+    "RAdam": ({"amsgrad": None}, "has none of 'adam_w_mode', 'amsgrad', 'bias_correction'"),
+    "NAdam": ({"amsgrad": None, "momentum_decay": 0.004}, "has 'momentum_decay'"),
+    "RMSprop": ({"amsgrad": None, "alpha": 0.99}, "has 'alpha'"),
+    "Lamb": ({"amsgrad": None, "bias_correction": True, "max_coeff": 10.0}, "has 'max_coeff'"),
+}
 
 
 def training(*groups, scheduler=None, **more):
@@ -102,13 +109,69 @@ def test_an_optimizer_that_is_not_adam_and_a_negative_factor_are_refused():
     sgd = ParameterGroup(("bias",), {"lr": 0.1, "momentum": 0.9}, {})
     source = training(("bias",))
 
-    with pytest.raises(UnsupportedError, match="has no 'eps', so its optimizer is not Adam"):
+    with pytest.raises(UnsupportedError, match="has no 'eps', so its optimizer is not known to be"):
         follow_scales(
             Training("step", source.dtype, (), (sgd,), {}, source.ranks, {}), catalog, target
         )
     turned, _ = halved(Fraction(-1, 2))
     with pytest.raises(UnsupportedError, match="factor of -2, and no learning rate is negative"):
         follow_scales(source, turned, target)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_optimizer_that_only_looks_like_adam_is_refused(name):
+    """With a gradient of a half, Lamb's steps are as long, and RAdam's first ones half as long."""
+    more, words = OTHERS[name]
+    catalog, target = halved()
+    settings = {key: value for key, value in (ADAM | more).items() if value is not None}
+    group = ParameterGroup(("bias",), settings, {})
+    source = training(("bias",))
+
+    with pytest.raises(UnsupportedError, match=words):
+        follow_scales(
+            Training("step", source.dtype, (), (group,), {}, source.ranks, {}), catalog, target
+        )
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_torch_takes_the_same_steps_with_what_has_followed(name, decay):
+    """Bit for bit, since the factor is a power of two."""
+    torch = pytest.importorskip("torch")
+    catalog, target = halved()
+    generator = torch.Generator().manual_seed(0)
+    states = {}
+
+    def steps(factor, settings, count):
+        parameter = torch.nn.Parameter(start * factor)
+        optimizer = getattr(torch.optim, name)([parameter], weight_decay=decay)
+        optimizer.param_groups[0].update(settings)
+        if states:
+            optimizer.state[parameter] = {
+                "step": states["step"].clone(),
+                "exp_avg": states["exp_avg"] / factor,
+                "exp_avg_sq": states["exp_avg_sq"] / factor**2,
+            }
+        for gradient in gradients[:count]:
+            parameter.grad = gradient / factor
+            optimizer.step()
+        return parameter.detach() / factor, optimizer
+
+    start = torch.randn(4, generator=generator)
+    gradients = torch.randn(3, 4, generator=generator)
+    start, optimizer = steps(1, {}, 2)
+    states.update(optimizer.state[optimizer.param_groups[0]["params"][0]])
+    settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    group = ParameterGroup(("bias",), settings, {})
+    source = training(("bias",))
+    source = Training("step", source.dtype, (), (group,), {}, source.ranks, {})
+
+    found, _ = follow_scales(source, catalog, target)
+
+    followed = dict(found.groups[0].settings)
+    assert followed["lr"] == 2 * settings["lr"]
+    assert torch.equal(steps(2, followed, 3)[0], steps(1, settings, 3)[0])
+    assert not torch.equal(steps(2, settings, 3)[0], steps(1, settings, 3)[0])
 
 
 def run(states, scale):

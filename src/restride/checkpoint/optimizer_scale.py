@@ -3,13 +3,17 @@
 With ``w' = s * w`` a gradient is ``g / s``, so the moments of Adam follow by the powers -1 and -2,
 and its steps are `s` times as long, as they must be, with ``lr * s`` and ``eps / s``. These belong
 to a group of parameters: they can follow where all of the group are scaled alike.
+
+Other optimizers have moments of the same names and take other steps with them: RAdam leaves out the
+division by the second at first, and Lamb's steps are as long as the parameter says. What tells them
+apart are the settings of their groups.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
 from restride.errors import UnsupportedError
@@ -24,7 +28,16 @@ if TYPE_CHECKING:
 
 __all__ = ["follow_scales"]
 
-_LONGER = ("lr", "initial_lr")
+_LONGER: Final = ("lr", "initial_lr")
+# Settings of Adam and AdamW: those of torch, and DeepSpeed's fused and CPU ones. Each of these has
+# one of `_OWN`, and no other optimizer with its two moments has one of them and no more.
+_OWN: Final = frozenset({"amsgrad", "bias_correction", "adam_w_mode"})
+_KNOWN: Final = frozenset(
+    {
+        *(*_OWN, *_LONGER, "betas", "eps", "weight_decay", "decoupled_weight_decay"),
+        *("maximize", "foreach", "capturable", "differentiable", "fused"),
+    }
+)
 
 
 def follow_scales(
@@ -128,14 +141,7 @@ def _require_no_scheduler(number: int, training: Training) -> None:
 def _settings(where: str, settings: Mapping[str, Value], factor: Fraction) -> Mapping[str, Value]:
     """The settings of Adam for parameters that are `factor` times themselves."""
     changed = dict(settings)
-    for key in ("lr", "eps"):
-        if key not in settings:
-            raise UnsupportedError(
-                f"the group has no {key!r}, so its optimizer is not Adam, and how it would take "
-                "the same steps is not known",
-                where=where,
-                remedy="convert the weights alone",
-            )
+    _require_adam(where, settings)
     for key in _LONGER:
         if key in settings:
             changed[key] = _product(where, key, settings[key], factor)
@@ -154,6 +160,21 @@ def _settings(where: str, settings: Mapping[str, Value], factor: Fraction) -> Ma
         power = 1 if decoupled else 2
         changed["weight_decay"] = _product(where, "weight_decay", decay, 1 / factor**power)
     return changed
+
+
+def _require_adam(where: str, settings: Mapping[str, Value]) -> None:
+    missing = next((key for key in ("lr", "eps") if key not in settings), None)
+    strange = sorted(settings.keys() - _KNOWN)
+    if missing is None and not strange and settings.keys() & _OWN:
+        return
+    why = f"has no {missing!r}" if missing else f"has {strange[0]!r}" if strange else ""
+    why = why or f"has none of {', '.join(map(repr, sorted(_OWN)))}"
+    raise UnsupportedError(
+        f"the group {why}, so its optimizer is not known to be Adam, nor how it would take the "
+        "same steps",
+        where=where,
+        remedy="convert the weights alone",
+    )
 
 
 def _product(where: str, key: str, value: Value, factor: Fraction) -> float:
