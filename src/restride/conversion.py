@@ -144,7 +144,8 @@ def convert(
         states: Only the weights (the default of safetensors), or everything. What DeepSpeed resumes
             from always has everything.
         dtype: Type of the weights in safetensors, where it is not the one they were trained in.
-        max_shard_nbytes: Largest file of safetensors; a larger model is split, with an index.
+        max_shard_nbytes: Largest file of safetensors, 2 GB where nothing is said; a larger model
+            is split, with an index.
         stage: ZeRO stage of the engines that load a universal folder: 1 and 2 are one shape, 3 is
             another. By default that of the source.
         tp: Tensor-parallel ranks of the sharded form; by default those of the source, as for `dp`

@@ -37,7 +37,7 @@ class Wanted:
         states: Only the weights (the default), or everything. DeepSpeed's own forms
             always have everything.
         dtype: Type of the weights in safetensors, where it is not the one they were trained in.
-        max_shard_nbytes: Largest file of safetensors.
+        max_shard_nbytes: Largest file of safetensors; 2 GB where nothing is said.
         stage: ZeRO stage of the engines that load a universal folder, by default that of the
             source: 1 and 2 are one shape, 3 is another.
         tp, dp, ep, zero: Ranks and ZeRO stage of the engine that resumes from the sharded form; by
@@ -75,6 +75,8 @@ class Wanted:
 
 
 _PARTITIONED: Final = 3
+# A system lets one thread at a time write into a file: a large one would keep the others waiting.
+_SHARD_NBYTES: Final = 2_000_000_000
 _TAKEN: Final = {
     "safetensors": {"states", "dtype", "max_shard_nbytes"},
     "universal": {"stage", "optimizer_transform", "hyperparameters"},
@@ -143,14 +145,13 @@ def _lay_out_safetensors(
     """Describe the output files, and which state goes where, in the same order."""
     from restride.formats.safetensors import lay_out  # noqa: PLC0415 - only when it is written
 
+    most = _SHARD_NBYTES if max_shard_nbytes is None else max_shard_nbytes
     selected = list(select_weights(catalog, dtype))
-    outputs = [lay_out(_targets(selected), stem="model", max_shard_nbytes=max_shard_nbytes)]
+    outputs = [lay_out(_targets(selected), stem="model", max_shard_nbytes=most)]
     if states == "all":
         moments = list(select_optimizer(catalog))
         if moments:
-            outputs.append(
-                lay_out(_targets(moments), stem="optimizer", max_shard_nbytes=max_shard_nbytes)
-            )
+            outputs.append(lay_out(_targets(moments), stem="optimizer", max_shard_nbytes=most))
         selected += moments
         import msgspec  # noqa: PLC0415 - only where there are values to write
 

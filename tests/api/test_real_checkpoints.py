@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import restride
-from restride import api
+from restride import api, exports
 from restride.arrays.casts import cast
 from restride.checkpoint.dtypes import DTYPES
 from restride.errors import ExistsError, PlanError, ReplicaError, UnsupportedError
@@ -266,11 +266,17 @@ def test_what_is_not_a_tensor_is_carried_as_json(shared, tmp_path):
     assert "global_steps" in json.dumps(values)
 
 
-def test_a_large_model_is_split_with_an_index(shared, tmp_path):
+@pytest.mark.parametrize("is_said", [True, False])
+def test_a_large_model_is_split_with_an_index_also_where_nothing_is_said(
+    shared, tmp_path, monkeypatch, is_said
+):
     source = shared / "checkpoints" / "llama_tp2_z1"
-
-    report = api.convert(source, tmp_path / "split", max_shard_nbytes=50_000)
     api.convert(source, tmp_path / "one")
+    assert exports._SHARD_NBYTES == 2_000_000_000
+    if not is_said:
+        monkeypatch.setattr(exports, "_SHARD_NBYTES", 50_000)
+
+    report = api.convert(source, tmp_path / "split", max_shard_nbytes=50_000 if is_said else None)
 
     assert "model.safetensors.index.json" in report.files
     assert len(report.files) > 3

@@ -139,7 +139,7 @@ class _Convert(SectionedCommand):
     "--max-shard-size",
     metavar="SIZE",
     callback=as_nbytes,
-    help="Start a new file of safetensors above this size, such as 5GB. Default: one file.",
+    help="Start a new file of safetensors above this size, such as 5GB. Default: 2GB.",
 )
 @click.option(
     "--stage",
