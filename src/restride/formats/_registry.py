@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 from restride.errors import ExecutionError, FormatError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from os import PathLike
 
     from restride.checkpoint.catalog import Catalog
@@ -31,12 +31,18 @@ _LOOKED_FOR: Final = (
 )
 
 
-def open_catalog(path: str | PathLike[str], opened: TorchFiles | None = None) -> Catalog:
+def open_catalog(
+    path: str | PathLike[str],
+    opened: TorchFiles | None = None,
+    tied: Mapping[str, tuple[int, ...]] | None = None,
+) -> Catalog:
     """Find out what is in a checkpoint of any known format, without loading a tensor.
 
     Args:
         path: A file or a folder.
         opened: What its files are opened by, where others will ask for them again.
+        tied: What is told of the layers of a pipeline that share a module. Formats that do not need
+            it do not ask, and their catalog does not have it.
 
     Raises:
         FormatError: It is no checkpoint that is known, or one that is damaged.
@@ -45,8 +51,10 @@ def open_catalog(path: str | PathLike[str], opened: TorchFiles | None = None) ->
     """
     name = detect_format(path)
     module = import_module(f"restride.formats.{name}")
-    has_torch_files = name != "safetensors"
-    catalog: Catalog = module.read_catalog(path, *([opened] if has_torch_files else []))
+    options: tuple[object, ...] = () if name == "safetensors" else (opened,)
+    if name == "deepspeed":
+        options = (opened, tied)
+    catalog: Catalog = module.read_catalog(path, *options)
     return catalog
 
 
