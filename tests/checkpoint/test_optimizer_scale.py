@@ -69,6 +69,18 @@ def test_nothing_changes_where_no_scale_does():
     assert follow_scales(source, catalog, kept) == (source, ())
 
 
+@pytest.mark.parametrize(("norm", "is_told"), [(1.0, True), (0.0, False), ("auto", False)])
+def test_clipping_by_a_norm_that_changes_is_told_of(norm, is_told):
+    catalog, target = halved()
+    source = training(("weight",), ("bias",))
+    source.ranks[0].values["ds_config"] = {"gradient_clipping": norm}
+
+    for layouts in (target, {tensor.name: tensor.layout for tensor in catalog.tensors}):
+        _, findings = follow_scales(source, catalog, layouts)
+        kinds = [f.kind for f in findings if f.severity == "warning"]
+        assert kinds == ["optimizer-transform-clipping"] * (is_told and layouts is target)
+
+
 @pytest.mark.parametrize(("decoupled", "expected"), [(True, 0.05), (False, 0.025)])
 def test_weight_decay_follows_where_it_says_how_it_is_applied(decoupled, expected):
     catalog, target = halved()

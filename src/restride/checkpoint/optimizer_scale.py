@@ -51,8 +51,8 @@ def follow_scales(
         layouts: How the target holds each tensor; those that it does not name are whole.
 
     Returns:
-        The training of the target, and a note for each group whose settings are others. The moments
-        themselves follow where they are copied.
+        The training of the target, a note for each group whose settings are others, and a warning
+        where gradients are clipped. The moments themselves follow where they are copied.
 
     Raises:
         UnsupportedError: Parameters of one group are scaled by different factors, a setting is none
@@ -79,6 +79,12 @@ def follow_scales(
         ]
         message = f"parameter group {number} is stored {factor} times itself: {', '.join(changed)}"
         findings.append(Finding("note", "optimizer-transform", message))
+    if findings and (clipping := _clipping(training)):
+        message = (
+            f"ds_config says gradient_clipping {clipping}: the norm of all gradients has those of "
+            "scaled parameters in it, which are others now, so that clipped steps are not the same"
+        )
+        findings.append(Finding("warning", "optimizer-transform-clipping", message))
     return replace(training, groups=tuple(groups)), tuple(findings)
 
 
@@ -136,6 +142,13 @@ def _require_no_scheduler(number: int, training: Training) -> None:
                 where=f"{rank.where}: parameter group {number}",
                 remedy="convert the weights alone, or keep the number of ranks",
             )
+
+
+def _clipping(training: Training) -> float:
+    """The norm that the configuration of the source clips at; 0 where it does not."""
+    config = training.ranks[0].values.get("ds_config") if training.ranks else None
+    norm = config.get("gradient_clipping") if isinstance(config, dict) else None
+    return norm if isinstance(norm, (int, float)) else 0
 
 
 def _settings(where: str, settings: Mapping[str, Value], factor: Fraction) -> Mapping[str, Value]:
