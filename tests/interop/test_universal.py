@@ -52,6 +52,8 @@ RECORDED = [
     "tied_frozen_z1",
 ]
 MIXED_UP = "round_robin_z2"
+# DeepSpeed's own layers of experts, of which each rank has all.
+OWN_EXPERTS = "frozen_z2"
 # Runs DeepSpeed's converter on one checkpoint after the other: most of its time is the start.
 # Without the injected state it refuses the commonest checkpoints, those of data parallelism alone.
 PEER = """
@@ -79,7 +81,10 @@ USELESS = "zero/positions/fp32.pt"
 
 
 def source_of(name: str, shared: Path) -> Path:
-    return DATA / name if (DATA / name).is_dir() else shared / "checkpoints" / name
+    for root in (DATA, DATA.with_name("deepspeed_native_moe")):
+        if (root / name).is_dir():
+            return root / name
+    return shared / "checkpoints" / name
 
 
 def environment() -> dict[str, str]:
@@ -90,7 +95,8 @@ def environment() -> dict[str, str]:
 def peer(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What DeepSpeed's own converter makes of every checkpoint that it converts."""
     out = tmp_path_factory.mktemp("peer")
-    sources = [source_of(name, shared) for name in (*CONVERTED, *RECORDED, MIXED_UP, REFUSED)]
+    names = (*CONVERTED, *RECORDED, OWN_EXPERTS, MIXED_UP, REFUSED)
+    sources = [source_of(name, shared) for name in names]
     command = [sys.executable, "-c", PEER, out, out / "failed.json", *sources]
     subprocess.run(command, check=True, capture_output=True, env=environment())
     return out
@@ -151,6 +157,30 @@ def test_every_tensor_and_every_key_is_that_of_the_peer(
             assert len(a["param"]) == 2 * half
             a["param"] = a["param"][:half]
         require_same(a, without_flat_partitions(b), file)
+
+
+def test_every_tensor_of_deepspeeds_own_experts_is_that_of_the_peer(
+    peer: Path, shared: Path, tmp_path: Path
+) -> None:
+    """It has no frozen experts: it looks for them in the model files, and they have files."""
+    source, theirs = source_of(OWN_EXPERTS, shared), peer / OWN_EXPERTS / "step"
+
+    api.convert(source, tmp_path / "ours", to="universal")
+
+    ours = tmp_path / "ours" / (tmp_path / "ours" / "latest_universal").read_text()
+    frozen = {tensor.name for tensor in api.open(source).tensors if tensor.is_frozen}
+    lost = files_below(ours) - files_below(theirs)
+    assert lost
+    assert lost <= {f"zero/{name}/fp32.pt" for name in frozen if ".deepspeed_experts." in name}
+    for file in sorted(files_below(theirs) - {USELESS}):
+        a, b = (torch.load(folder / file, weights_only=False) for folder in (ours, theirs))
+        for content in (a, b):  # shapes of one class, and of the other
+            if isinstance(content, dict) and "param_shapes" in content:
+                content["param_shapes"] = [
+                    {name: tuple(shape) for name, shape in group.items()}
+                    for group in content["param_shapes"]
+                ]
+        require_same(a, b, file)
 
 
 @pytest.mark.parametrize("name", CONVERTED)
