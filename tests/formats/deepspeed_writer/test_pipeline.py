@@ -14,6 +14,7 @@ from hypothesis import given, settings
 
 from restride import api
 from restride.errors import CorruptError, ReplicaError, UnsupportedError
+from restride.formats._registry import open_catalog, open_training
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.contents import file_content, tree
 from restride.testing.gather import gather_all
@@ -77,12 +78,20 @@ def copied(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "replicas"),
-    [("tied_z1", "check"), ("tensor_z1", "check"), ("shared_z1", "check"), ("uneven_z1", "own")],
+    ("name", "options"),
+    [
+        ("tied_z1", {}),
+        ("tensor_z1", {}),
+        ("shared_z1", {}),
+        ("uneven_z1", {"replicas": "own"}),
+        ("fp32_z0", {}),
+        ("fp32_tied_z0", {"pp_tied": HEAD}),
+        ("fp32_tensor_z0", {"pp_tied": {}}),
+    ],
 )
-def test_for_the_same_ranks_every_file_holds_what_the_engine_wrote(name, replicas, tmp_path):
+def test_for_the_same_ranks_every_file_holds_what_the_engine_wrote(name, options, tmp_path):
     """The copies of a tied layer that drifted stay what each stage trained, too."""
-    out = converted(RECORDED / name, tmp_path / "out", replicas=replicas)
+    out = converted(RECORDED / name, tmp_path / "out", **options)
 
     files = sorted(file.name for file in (RECORDED / name / "step").iterdir())
     assert sorted(file.name for file in (out / "step").iterdir()) == files
@@ -220,6 +229,130 @@ def test_stages_that_stay_are_told(tmp_path):
     assert "the 2 stages keep the layers that they have (0 to 1; 3 to 4)" in note.message
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pp": 1, "zero": 0},
+        {"pp_layers": [0, 3, 4], "zero": 0},
+        {"pp_layers": [0, 3, 4], "zero": 1, "dp": 2},
+        {"zero": 1, "dp": 3},
+    ],
+)
+def test_states_without_zero_go_to_other_stages_and_stages_of_zero(options, tmp_path):
+    """What is written without ZeRO is read with the same ties, and what is with it without any."""
+    source = RECORDED / "fp32_tied_z0"
+    expected = gather_all(open_catalog(source, tied={"embed": (0, 5)}))
+
+    out = converted(source, tmp_path / "out", pp_tied=HEAD, **options)
+
+    found = gather_all(open_catalog(out, tied={"embed": (0, 5)}))
+    # Weights that are trained in fp32 are their own master copies.
+    assert found.keys() - expected.keys() <= {key for key in found if key.endswith("/fp32")}
+    assert len(expected) == 77
+    assert all(np.array_equal(found[key], array) for key, array in expected.items())
+    back = converted(out, tmp_path / "back", pp_layers=[0, 3], dp=1, zero=0, pp_tied=HEAD)
+    for file in sorted((source / "step").iterdir()):
+        ours, theirs = (file_content(path / "step" / file.name) for path in (back, source))
+        assert ours == theirs, file.name
+
+
+def test_names_that_an_optimizer_without_zero_was_given_say_which_layers_are_tied(copied, tmp_path):
+    folder = copied("fp32_tied_z0")
+    catalog = open_catalog(folder, tied={"embed": (0, 5)})
+    expected = gather_all(catalog)
+    groups = open_training(catalog).pipeline.stages
+    for mp, own in enumerate(groups):
+
+        def name(root: Any, own: Any = own) -> None:
+            for stored, group in zip(root["optimizer"]["param_groups"], own.groups, strict=True):
+                stored["param_names"] = [*group.names]
+
+        edit_file(folder / "step" / f"mp_rank_{mp:02d}_model_states.pt", name)
+
+    named = api.open(folder)
+
+    assert named.tied is None
+    assert {finding.severity for finding in named.findings} <= {"note"}
+    found = gather_all(named)
+    assert expected.keys() == found.keys()
+    assert all(np.array_equal(found[key], array) for key, array in expected.items())
+    require_same_states(folder, converted(folder, tmp_path / "one", pp=1, zero=1))
+
+
+def test_numbers_are_left_alone_until_it_is_told_which_layers_are_tied(tmp_path):
+    source = RECORDED / "fp32_tied_z0"
+
+    findings = api.open(source).findings
+
+    assert "unmatched-states" in {finding.kind for finding in findings}
+    assert "nothing says which layers are tied: convert with --pp-tied none" in findings[0].message
+    with pytest.raises(CorruptError, match="as --pp-tied embed=0,5"):
+        converted(source, tmp_path / "out")
+    api.convert(source, tmp_path / "weights")  # which have names
+    assert converted(source, tmp_path / "out", pp_tied=HEAD).is_dir()
+
+
+def test_buffers_tell_layers_apart_that_might_be_tied():
+    """Both stages have a block, which could be that of the other one, but for their buffers."""
+    catalog = api.open(RECORDED / "fp32_tensor_z0")
+
+    assert {finding.kind for finding in catalog.findings} == {"numbered-states"}
+    told = open_catalog(RECORDED / "fp32_tensor_z0", tied={})
+    assert catalog.tensors == told.tensors
+
+
+def test_a_numbering_that_is_proved_does_not_tell_how_tied_modules_are_called(tmp_path):
+    """The embedding may be tied to a function of its own stage: an engine calls it otherwise."""
+    source = RECORDED / "fp32_z0"
+
+    for number, options in enumerate(({"to": "universal"}, {"to": "deepspeed", "pp": 1})):
+        with pytest.raises(UnsupportedError, match="say --pp-tied none if none is"):
+            api.convert(source, tmp_path / f"refused{number}", **options)
+        api.convert(source, tmp_path / f"out{number}", pp_tied={}, **options)
+    require_same_states(source, converted(source, tmp_path / "one", zero=1, dp=2), besides="/fp32")
+
+
+@pytest.mark.parametrize(
+    ("tied", "words"),
+    [
+        ({"embed": [0]}, ["no run of layers fits the 9 parameters that stage 1 numbers"]),
+        ({"embed": [3, 5]}, ["layer 3 is said to use 'embed'", "buffers under its own name"]),
+        ({"embed": [4, 5]}, ["no run of layers fits", "--pp-tied embed=4,5"]),
+        ({"embed": [7]}, ["no layer that is said to use 'embed' has a file"]),
+        ({"a": [0, 5], "b": [5]}, ["layer 5 is said to use both 'a' and 'b'"]),
+        ({}, ["no run of layers fits", "--pp-tied none"]),
+    ],
+)
+def test_ties_that_are_told_and_are_not_so_are_refused(tied, words, tmp_path):
+    refused(RECORDED / "fp32_tied_z0", tmp_path / "out", *words, pp_tied=tied)
+
+
+def test_a_checkpoint_with_names_takes_no_ties_where_they_change_nothing(tmp_path):
+    for to in ("safetensors", "universal"):
+        with pytest.raises(UnsupportedError, match="takes no --pp-tied"):
+            api.convert(RECORDED / "tied_z1", tmp_path / "out", to=to, pp_tied=HEAD)
+
+
+def test_flat_groups_of_pipelines_are_copies_of_which_nothing_says_where_they_begin(copied):
+    folder = copied("fp32_z0")
+    for mp in range(2):
+
+        def joined(root: Any) -> None:
+            base = root["optimizer"]
+            count = sum(len(group["params"]) for group in base["param_groups"])
+            flat = Array("float32", (count,), bytes(4 * count))
+            base["param_groups"][0]["params"] = [0]
+            wrapped = {"state": {}, "param_groups": base["param_groups"]}
+            root["optimizer"] = {"optimizer_state_dict": wrapped, "fp32_groups_flat": [flat]}
+
+        edit_file(folder / "step" / f"mp_rank_{mp:02d}_model_states.pt", joined)
+
+    catalog = api.open(folder)
+
+    assert [finding.kind for finding in catalog.findings] == ["unmatched-states"] * 2
+    assert "saved as copies, which do not say where one begins" in catalog.findings[0].message
+
+
 def refused(source: Path, out: Path, *words: str, **options: Any) -> None:
     with pytest.raises(UnsupportedError) as caught:
         converted(source, out, **options)
@@ -279,7 +412,7 @@ def test_a_universal_folder_has_no_buffers_of_a_pipeline(tmp_path):
         refused(
             tmp_path / name,
             tmp_path / "out",
-            "buffers of its layers, such as",
+            "of its layers",
             "it fits pipelines of any stages",
             dp=1,
             tp=1,

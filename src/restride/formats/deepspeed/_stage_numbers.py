@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["LayerShapes", "NumberedStage", "number_stages"]
 
 # Orders that are looked at before nothing is proved; every step is a comparison of shapes.
-_MOST_STEPS: Final = 20_000
+_MOST_STEPS: Final = 200_000
 _ASKED: Final = (
     "the tied layers of a pipeline have the first numbers of their stage, and nothing says which "
     "layers are tied: convert with --pp-tied none if none are, or name all layers that use a tied "
@@ -101,6 +101,11 @@ class _Span:
     order: tuple[str, ...]
     names: frozenset[_Names]
 
+    @property
+    def numbered(self) -> frozenset[str | None]:
+        """Everything that has a number."""
+        return frozenset(name for names in self.names for own in names for name in own)
+
 
 def number_stages(
     layers: Sequence[LayerShapes],
@@ -132,9 +137,6 @@ def number_stages(
         >>> number_stages(shapes, tied, {"table": (0, 3)})[1]
         ('tied_modules.table.weight', '2.weight')
     """
-    sizes = [[[len(slots) for slots in groups] for groups in stage.ranks] for stage in stages]
-    if any(own != ranks[0] for ranks in sizes for own in ranks):
-        return Unmatched("the tensor-parallel ranks of a stage number different parameters")
     search = _Search(layers, stages, told)
     problem = search.problem()
     if problem is not None:
@@ -142,6 +144,9 @@ def number_stages(
     spans = search.spans(search.plain)
     if isinstance(spans, int):
         return search.unfitting(spans)
+    spans = [search.trained_alike(own, spans) for own in spans]
+    if not all(spans):
+        return search.unfitting([bool(own) for own in spans].index(False))
     for stage, own in enumerate(spans):
         if len({names for span in own for names in span.names}) > 1:
             return Unmatched(
@@ -201,26 +206,36 @@ class _Search:
 
     def problem(self) -> Unmatched | None:
         """What is told and is not so, or is not told and has to be."""
+        sizes = [[[*map(len, groups)] for groups in stage.ranks] for stage in self._stages]
+        if any(own != ranks[0] for ranks in sizes for own in ranks):
+            return Unmatched("the tensor-parallel ranks of a stage number different parameters")
         named = {prefix for s in self._stages for b in s.buffers if (prefix := tied_prefix(b))}
         if self._told is None:
             return self.asked(*sorted(named)) if named else None
         for key, numbers in self._told.items():
             named.discard(f"{TIED}{key}.")
-            stored = [self._files[number] for number in numbers if number in self._files]
-            if not stored:
-                return Unmatched(f"no layer that is said to use {key!r} has a file")
-            for other in stored[1:]:
-                if dict(other.shapes) != dict(stored[0].shapes):
-                    return Unmatched(
-                        f"layers {stored[0].number} and {other.number} are said to use {key!r}, "
-                        "and have different parameters"
-                    )
-            wrong = sorted(self._apart.intersection(numbers))
-            if wrong:
-                return Unmatched(
-                    f"layer {wrong[0]} is said to use {key!r}, and has buffers under its own name"
-                )
+            problem = self._problem_of(key, numbers)
+            if problem is not None:
+                return problem
         return self.asked(*sorted(named)) if named else None
+
+    def _problem_of(self, key: str, numbers: Sequence[int]) -> Unmatched | None:
+        """What is told of a tied module, and is not so."""
+        stored = [self._files[number] for number in numbers if number in self._files]
+        if not stored:
+            return Unmatched(f"no layer that is said to use {key!r} has a file")
+        for other in stored[1:]:
+            if dict(other.shapes) != dict(stored[0].shapes):
+                return Unmatched(
+                    f"layers {stored[0].number} and {other.number} are said to use {key!r}, and "
+                    "have different parameters"
+                )
+        wrong = sorted(self._apart.intersection(numbers))
+        if wrong:
+            return Unmatched(
+                f"layer {wrong[0]} is said to use {key!r}, and has buffers under its own name"
+            )
+        return None
 
     def asked(self, *prefixes: str) -> Unmatched:
         """It has to be told which layers are tied."""
@@ -253,6 +268,12 @@ class _Search:
             if not ends:
                 return len(self._stages) - 1
         return found[::-1]
+
+    def trained_alike(self, own: Sequence[_Span], stages: Sequence[Sequence[_Span]]) -> list[_Span]:
+        """Runs of layers with tied modules that are trained where other stages train them."""
+        trained = {name for spans in stages for span in spans for name in span.numbered}
+        tied = {name for name in trained if name is not None and name.startswith(TIED)}
+        return [span for span in own if tied.intersection(span.order) <= span.numbered]
 
     def plain(self, stage: int, begin: int) -> Iterator[_Span]:
         """Runs of layers from `begin` on that fit a stage, with ties as told."""
@@ -309,8 +330,11 @@ class _Search:
 
     def _any_order(self, stage: int, begin: int) -> Iterator[_Span]:
         tokens = self._stages[stage].tokens or []
+        known = {*tokens}
         for end in range(begin, len(self._numbers) + 1):
             own = [self._modules[number] for number in self._numbers[begin:end]]
+            if own and not known.issuperset(own[-1].tokens):
+                return  # nor will any longer run fit
             names: set[_Names] = set()
             for modules in self._orders(tokens, own):
                 names.add((tuple(f"{m.prefix}{key}" for m in modules for key in m.shapes),))

@@ -123,7 +123,9 @@ def read_training(catalog: Catalog, opened: TorchFiles | None = None) -> Trainin
 
 def _of_stages(training: Training, runs: Sequence[Run], wholes: Sequence[Whole]) -> Training:
     """Put the optimizers of all stages together, which are in their model files."""
-    stages = [with_whole_optimizer(training, whole).groups for whole in wholes]
+    stages = [
+        tuple(map(_without_names, with_whole_optimizer(training, whole).groups)) for whole in wholes
+    ]
     names = runs[0].names
     pipeline = _pipeline(runs, stages)
     listed = [dict.fromkeys(own) for own in (names.stages if names else ())]
@@ -139,6 +141,15 @@ def _of_stages(training: Training, runs: Sequence[Run], wholes: Sequence[Whole])
             are_ties_known=names is not None and names.are_ties_known,
         ),
     )
+
+
+def _without_names(group: ParameterGroup) -> ParameterGroup:
+    """Leave out what an optimizer was told of its parameters: other stages have others.
+
+    PyTorch's keep the names that they are made with.
+    """
+    settings = {key: value for key, value in group.settings.items() if key != "param_names"}
+    return replace(group, settings=settings)
 
 
 def _first_file(run: Run) -> list[ZeroFile]:

@@ -1,0 +1,240 @@
+"""Which parameter a number of a pipeline stage is: the truth, or a reason why it is not known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
+from restride.formats.deepspeed._stage_numbers import LayerShapes, NumberedStage, number_stages
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DrawFn
+
+Shapes = dict[str, tuple[int, ...]]
+KINDS: tuple[Shapes, ...] = (
+    {"weight": (5, 2)},
+    {"weight": (2,), "bias": (2,)},
+    {"weight": (2, 2), "bias": (2,)},
+    {"weight": (3, 2), "more": (2, 2)},
+    {"weight": (2, 2)},
+)
+WHERE = "layer {} of {}"
+
+
+class Pipeline:
+    """A pipeline as an engine builds it: every layer with its module, dealt out to stages."""
+
+    def __init__(
+        self, kinds: list[int | None], keys: list[str], functions: set[int], starts: list[int]
+    ) -> None:
+        self.kinds, self.keys, self.starts = kinds, keys, starts
+        self.functions = functions
+        self.ties: dict[str, tuple[int, ...]] = {}
+        for number, key in enumerate(keys):
+            if key:
+                self.ties[key] = (*self.ties.get(key, ()), number)
+        first = {key: numbers[0] for key, numbers in self.ties.items()}
+        # All layers of one module are of the kind of the first.
+        self.kinds = [kinds[first[key]] if key else kinds[n] for n, key in enumerate(keys)]
+
+    def shapes(self, number: int) -> Shapes:
+        kind = self.kinds[number]
+        return {} if kind is None else KINDS[kind]
+
+    def module(self, stage: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a stage: tied modules first, each once, then the layers."""
+        stops = [*self.starts[1:], len(self.kinds)]
+        own = range(self.starts[stage], stops[stage])
+        tied = {
+            f"tied_modules.{self.keys[n]}.{key}": shape
+            for n in own
+            if self.keys[n]
+            for key, shape in self.shapes(n).items()
+        }
+        return tied | {
+            f"{n}.{key}": shape
+            for n in own
+            if not self.keys[n]
+            for key, shape in self.shapes(n).items()
+        }
+
+    @property
+    def layers(self) -> list[LayerShapes]:
+        return [
+            LayerShapes(n, {key: (shape,) for key, shape in self.shapes(n).items()})
+            for n in range(len(self.kinds))
+            if self.kinds[n] is not None and n not in self.functions
+        ]
+
+    def numbered(self, groups: list[set[int]] | None) -> list[NumberedStage]:
+        """What the optimizers number: all, or matrices and vectors in groups of their own."""
+        made = []
+        for stage in range(len(self.starts)):
+            shapes = list(self.module(stage).values())
+            split = [[s for s in shapes if len(s) in sizes] for sizes in groups or [{1, 2}]]
+            slots = tuple(
+                tuple(Slot(f"a {shape}", frozenset({shape})) for shape in own)
+                for own in split
+                if own
+            )
+            made.append(NumberedStage((slots,), frozenset()))
+        return made
+
+    def names(self, groups: list[set[int]] | None) -> list[tuple[tuple[str, ...], ...]]:
+        """The name of every number."""
+        made = []
+        for stage in range(len(self.starts)):
+            module = self.module(stage)
+            split = [[n for n, s in module.items() if len(s) in own] for own in groups or [{1, 2}]]
+            made.append(tuple(tuple(own) for own in split if own))
+        return made
+
+
+@st.composite
+def pipelines(draw: DrawFn) -> tuple[Pipeline, list[set[int]] | None]:
+    count = draw(st.integers(1, 7))
+    kind = st.one_of(st.none(), st.sampled_from([0, 1, 2, 2, 3, 4]))
+    kinds = draw(st.lists(kind, min_size=count, max_size=count))
+    tie = st.sampled_from(["", "", "", "", "a", "b"])
+    keys = [draw(tie) if kinds[n] is not None else "" for n in range(count)]
+    stages = draw(st.integers(1, min(3, count)))
+    starts = [
+        0,
+        *sorted(
+            draw(st.sets(st.integers(1, count - 1), min_size=stages - 1, max_size=stages - 1))
+            if stages > 1
+            else []
+        ),
+    ]
+    made = Pipeline(kinds, keys, set(), starts)
+    later = [n for numbers in made.ties.values() for n in numbers[1:]]
+    functions = draw(st.sets(st.sampled_from(later))) if later else set()
+    made = Pipeline(kinds, keys, functions, starts)
+    groups = draw(st.sampled_from([None, None, [{2}, {1}]]))
+    return made, groups
+
+
+def numbering(found: Any, stages: list[NumberedStage], pipeline: Pipeline) -> Any:
+    """The names of all numbers, by the order that was found."""
+    shapes = {
+        **{name: s for n in range(len(stages)) for name, s in pipeline.module(n).items()},
+        **{
+            f"{layer.number}.{key}": own[0]
+            for layer in pipeline.layers
+            for key, own in layer.shapes.items()
+        },
+    }
+    made = []
+    for order, stage in zip(found, stages, strict=True):
+        candidates = [Candidate(name, shapes[name], shape=shapes[name]) for name in order]
+        matched = match(candidates, stage.ranks[0], [None] * len(stage.ranks[0]))
+        assert isinstance(matched, Matched)
+        made.append(matched.names)
+    return made
+
+
+SEEN: Counter[str] = Counter()
+
+
+@given(pipelines())
+@settings(max_examples=150)
+def test_numbers_get_their_own_names_or_none(drawn):
+    """Told of its ties, a pipeline is never taken for another one; untold, it is known or not."""
+    pipeline, groups = drawn
+    if not all(pipeline.module(stage) for stage in range(len(pipeline.starts))):
+        return  # no optimizer trains nothing
+    stages, truth = pipeline.numbered(groups), pipeline.names(groups)
+
+    told = number_stages(pipeline.layers, stages, pipeline.ties)
+    untold = number_stages(pipeline.layers, stages, None)
+
+    if not isinstance(told, Unmatched):
+        SEEN["told"] += 1
+        assert numbering(told, stages, pipeline) == truth
+    if not isinstance(untold, Unmatched):
+        SEEN["proved"] += 1
+        held = {key: numbers[0] for key, numbers in pipeline.ties.items()}
+        plain = [
+            tuple(
+                tuple(
+                    name
+                    if not name.startswith("tied")
+                    else f"{held[name.split('.')[1]]}.{name.split('.')[2]}"
+                    for name in own
+                )
+                for own in groups_of
+            )
+            for groups_of in truth
+        ]
+        assert numbering(untold, stages, pipeline) == plain
+
+
+def test_the_law_above_met_both_kinds():
+    assert SEEN["told"] > 20
+    assert SEEN["proved"] > 10
+
+
+def layers(*kinds: int) -> list[LayerShapes]:
+    return [
+        LayerShapes(n, {key: (shape,) for key, shape in KINDS[kind].items()})
+        for n, kind in enumerate(kinds)
+    ]
+
+
+def stage(*shapes: tuple[int, ...], buffers: frozenset[str] = frozenset()) -> NumberedStage:
+    slots = tuple(Slot(f"a {shape}", frozenset({shape})) for shape in shapes)
+    return NumberedStage(((slots,),), buffers)
+
+
+BLOCK = ((2, 2), (2,))
+
+
+def test_two_layers_alike_on_a_stage_may_be_tied_and_nothing_else_tells():
+    found = number_stages(layers(2, 2), [stage(*BLOCK, *BLOCK)], None)
+
+    assert isinstance(found, Unmatched)
+    assert "convert with --pp-tied none" in found.reason
+
+
+def test_names_of_buffers_say_of_which_layers_they_are():
+    buffers = frozenset({"0.positions", "1.positions"})
+
+    found = number_stages(layers(2, 2), [stage(*BLOCK, *BLOCK, buffers=buffers)], None)
+
+    assert found == (("0.weight", "0.bias", "1.weight", "1.bias"),)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"a": (7,)}, "no layer that is said to use 'a' has a file"),
+        ({"a": (0, 1)}, "layers 0 and 1 are said to use 'a', and have different parameters"),
+        ({"a": (0, 5)}, "no run of layers fits"),
+        ({}, "nothing says which layers are tied"),
+    ],
+)
+def test_what_is_told_is_held_against_the_files(told, words):
+    buffers = frozenset({"tied_modules.b.seen"} if not told else ())
+    stages = [stage((5, 2)), stage((2,), (2,), buffers=buffers)]
+
+    found = number_stages(layers(0, 1), stages, told)
+
+    assert isinstance(found, Unmatched)
+    assert words in found.reason
+
+
+def test_many_distinct_layers_that_may_be_tied_take_no_time():
+    shapes = [(n + 2, 3) for n in range(60)]
+    many = [LayerShapes(n, {"weight": (shape,)}) for n, shape in enumerate(shapes)]
+    halves = [stage(*shapes[:30]), stage(*shapes[30:])]
+    alike = [LayerShapes(n, {"weight": ((2, 3),)}) for n in range(60)]
+
+    assert not isinstance(number_stages(many, halves, None), Unmatched)
+    assert isinstance(number_stages(alike, [stage(*[(2, 3)] * 60)], None), Unmatched)
+    assert list(accumulate(map(len, number_stages(alike, [stage(*[(2, 3)] * 60)], {})))) == [60]
