@@ -236,7 +236,7 @@ def test_layers_are_cut_by_class_and_name(peer, monkeypatch, family, number, ran
     assert was_cut or family == "codegen"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("family", PLANNED)
 def test_layers_are_cut_by_the_plan(peer, monkeypatch, family, is_tied, ranks):
@@ -250,11 +250,11 @@ def test_layers_are_cut_by_the_plan(peer, monkeypatch, family, is_tied, ranks):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_bigcode", "glm", "phi3", "bloom", "codegen"])
-@pytest.mark.parametrize("grain", [16, 64])
-def test_grains_are_kept_together(peer, monkeypatch, family, grain):
+@pytest.mark.parametrize(("ranks", "grain"), [(3, 16), (3, 64), (4, 32), (8, 16)])
+def test_grains_are_kept_together(peer, monkeypatch, family, ranks, grain):
     model = build(peer, family, GEOMETRIES[2])
 
-    assert_agree(peer, monkeypatch, model, 3, plan=False, grain=grain)
+    assert_agree(peer, monkeypatch, model, ranks, plan=False, grain=grain)
 
 
 def test_a_tied_vocabulary_that_leaves_a_rank_without_rows_is_whole(peer, monkeypatch):
