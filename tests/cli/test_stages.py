@@ -58,3 +58,18 @@ def test_other_formats_have_no_stages(tmp_path):
 
     assert ran.code == 2
     assert "safetensors takes no --pp" in ran.err
+
+
+def test_without_zero_it_is_told_that_no_layer_is_tied(tmp_path):
+    source = str(PIPELINE.with_name("fp32_z0"))
+    options = (source, str(tmp_path / "out"), "--to", "deepspeed", "--pp", "1")
+
+    asked = run("convert", *options)
+    told = run("convert", *options, "--pp-tied", "none")
+
+    assert asked.code == 2
+    assert "say --pp-tied none if none is" in " ".join(asked.err.split())
+    assert told.code == 0, told.err
+    assert (tmp_path / "out").is_dir()
+    both = convert(tmp_path / "both", "--pp-tied", "none", "--pp-tied", "embed=0,5")
+    assert "or none alone" in " ".join(both.err.split())
