@@ -465,11 +465,19 @@ def test_tied_layers_that_contradict_each_other(copied):
 
 
 @pytest.mark.parametrize(
-    "name", ["mp_rank_01_model_states.pt", "layer_00-model_states.pt", "layer_03-model_states.pt"]
+    ("source", "name"),
+    [
+        ("tied_z1", "mp_rank_01_model_states.pt"),
+        ("tied_z1", "layer_00-model_states.pt"),
+        ("tied_z1", "layer_03-model_states.pt"),
+        ("fp32_z0", "mp_rank_00_model_states.pt"),
+        ("fp32_tensor_z0", "mp_rank_03_model_states.pt"),
+        ("fp32_tensor_z0", "layer_01-model_01-model_states.pt"),
+    ],
 )
-def test_no_value_of_a_wrong_type_breaks_the_reader_of_stages(copied, name):
+def test_no_value_of_a_wrong_type_breaks_the_reader_of_stages(copied, source, name):
     """Each place of a file in turn holds a strange value: refused with the place, or carried."""
-    folder = copied("tied_z1")
+    folder = copied(source)
     file = folder / "step" / name
     original = file.read_bytes()
     seen: list[tuple[object, ...]] = []

@@ -238,3 +238,29 @@ def test_many_distinct_layers_that_may_be_tied_take_no_time():
     assert not isinstance(number_stages(many, halves, None), Unmatched)
     assert isinstance(number_stages(alike, [stage(*[(2, 3)] * 60)], None), Unmatched)
     assert list(accumulate(map(len, number_stages(alike, [stage(*[(2, 3)] * 60)], {})))) == [60]
+
+
+def test_frozen_parameters_are_told_where_they_have_a_number_or_a_shape_of_their_own():
+    """One without a number, and of the shape of others, could be any of them."""
+    own = [LayerShapes(0, {"weight": ((2, 2),), "bias": ((2,),), "scale": ((2,),)})]
+    apart = [LayerShapes(0, {"weight": ((2, 2),), "bias": ((2,),), "scale": ((3,),)})]
+    order = (("0.weight", "0.bias", "0.scale"),)
+    slots = (*(Slot(f"a {s}", frozenset({s})) for s in BLOCK), Slot("frozen", None))
+
+    unknown = number_stages(own, [stage(*BLOCK)], {})
+
+    assert isinstance(unknown, Unmatched)
+    assert "(a (2,) fits 2 parameters: 0.bias and 0.scale)" in unknown.reason
+    assert number_stages(apart, [stage(*BLOCK)], {}) == order
+    assert number_stages(own, [NumberedStage(((slots,),), frozenset())], {}) == order
+
+
+def test_ranks_of_a_stage_number_the_same():
+    one = tuple(Slot(f"a {s}", frozenset({s})) for s in BLOCK)
+    ranks = NumberedStage(((one,), (one[:1],)), frozenset())
+    own = [LayerShapes(0, {"weight": ((2, 2), (2, 2)), "bias": ((2,), (2,))})]
+
+    found = number_stages(own, [ranks], {})
+
+    assert isinstance(found, Unmatched)
+    assert "number different parameters" in found.reason
