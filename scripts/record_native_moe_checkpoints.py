@@ -67,6 +67,34 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "frozen": True,
         "config": {"zero_optimization": {"stage": 2}, **ADAM, **BF16},
     },
+    # Tensor-parallel ranks beside experts: whole ones, and such that these ranks cut.
+    "tensor_whole_z0": {
+        "ranks": 2,
+        "ep": 2,
+        "tp": 2,
+        "config": {"zero_optimization": {"stage": 0}, **ADAM, **BF16},
+    },
+    "tensor_whole_z1": {
+        "ranks": 4,
+        "ep": 2,
+        "tp": 2,
+        "config": {"zero_optimization": {"stage": 1}, **ADAM, **BF16},
+    },
+    "tensor_cut_z0": {
+        "ranks": 4,
+        "ep": 2,
+        "tp": 2,
+        "is_cut": True,
+        "config": {"zero_optimization": {"stage": 0}, **ADAM, **BF16},
+    },
+    "tensor_cut_z2": {
+        "ranks": 4,
+        "ep": 2,
+        "tp": 2,
+        "is_cut": True,
+        "residual": True,
+        "config": {"zero_optimization": {"stage": 2}, **ADAM, **BF16},
+    },
     "bf16_optimizer_z1": {
         "ranks": 4,
         "ep": 2,
@@ -87,6 +115,8 @@ def train(rank: int, variant: dict[str, Any], out: str) -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
+    tp = variant.get("tp", 1)
+    mpu = native_moe.Mpu(rank, tp) if tp > 1 else None
     model = native_moe.build(
         VOCABULARY,
         rank,
@@ -94,21 +124,23 @@ def train(rank: int, variant: dict[str, Any], out: str) -> None:
         experts=EXPERTS,
         residual=bool(variant.get("residual")),
         is_data_first="use_data_before_expert_parallelism" in variant["config"],
+        mpu=mpu,
+        is_cut=bool(variant.get("is_cut")),
     )
     if variant.get("frozen"):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".0.down.bias" not in name and "embed" not in name)
     config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9, **variant["config"]}
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=parameter_groups(model, variant), config=config
+        model=model, model_parameters=parameter_groups(model, variant), config=config, mpu=mpu
     )
-    numbers = torch.Generator().manual_seed(rank)
+    numbers = torch.Generator().manual_seed(rank // tp)
     for _ in range(2):
         tokens = torch.randint(0, VOCABULARY, (2, 6), generator=numbers)
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
     engine.save_checkpoint(out, tag="step", client_state={"epoch": 3})
-    save_reference(engine, rank, out)
+    save_reference(engine, rank, out, cutters=tp if variant.get("is_cut") else 1)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -125,7 +157,9 @@ def parameter_groups(model: Any, variant: dict[str, Any]) -> list[Any]:
     ]
 
 
-def save_reference(engine: Any, rank: int, out: str) -> None:
+def save_reference(  # noqa: C901 - one step after another
+    engine: Any, rank: int, out: str, *, cutters: int
+) -> None:
     """Save what all ranks say of their parameters and states, by the numbers of the experts."""
     import torch
     from deepspeed.moe.layer import MoE
@@ -153,6 +187,12 @@ def save_reference(engine: Any, rank: int, out: str) -> None:
                 found[f"{prefix}{int(number) + first}.{rest}"] = value
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, found)
+    if cutters > 1:  # neighbours have the same tensors, of which some are cut
+        everyone = [
+            {key: joined(key, own) for key in own[0]}
+            for first in range(0, len(everyone), cutters)
+            for own in [everyone[first : first + cutters]]
+        ]
     if not rank:
         whole = {key: value for own in everyone for key, value in own.items()}
         for own in everyone:  # those that hold the same experts agree
@@ -160,6 +200,20 @@ def save_reference(engine: Any, rank: int, out: str) -> None:
                 if not torch.equal(value, whole[key]):
                     sys.exit(f"the ranks do not agree on {key}")
         save_file(whole, f"{out}/reference.safetensors")
+
+
+def joined(key: str, own: list[dict[str, Any]]) -> Any:
+    """Put together what tensor-parallel ranks have of a tensor; copies are compared."""
+    import torch
+
+    name = key.rpartition("/")[0]
+    is_of_expert = "deepspeed_experts" in name or ".mlp." in name
+    dim = native_moe.cut_dim(name) if is_of_expert else None
+    if dim is not None:
+        return torch.cat([shard[key] for shard in own], dim)
+    if any(not torch.equal(shard[key], own[0][key]) for shard in own):
+        sys.exit(f"the tensor-parallel ranks do not agree on {key}")
+    return own[0][key]
 
 
 def main() -> None:

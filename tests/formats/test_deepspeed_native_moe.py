@@ -239,14 +239,103 @@ def test_ranks_in_another_order_than_the_run_had_them(saved):
     refused(saved, "param_slice_mappings says", "deepspeed_experts")
 
 
-def test_experts_under_tensor_parallelism_are_refused(saved):
-    shutil.copy(model(saved), saved / "mp_rank_01_model_states.pt")
-    for tp in range(2):
-        edit_file(
-            saved / f"mp_rank_{tp:02d}_model_states.pt", lambda root: root.update(mp_world_size=2)
-        )
+# Beside tensor-parallel ranks: experts that are whole, and such that these ranks cut.
 
-    refused(saved, "2 tensor-parallel ranks", error=UnsupportedError)
+
+@pytest.fixture
+def cut(tmp_path) -> Path:
+    """Every expert cut by two tensor-parallel ranks, into three and two columns."""
+    shutil.copytree(RECORDED / "tensor_cut_z2", tmp_path / "run")
+    return tmp_path / "run" / "step"
+
+
+@pytest.fixture
+def uncut(tmp_path) -> Path:
+    """Whole experts on two of four ranks, of which two are tensor-parallel."""
+    shutil.copytree(RECORDED / "tensor_whole_z1", tmp_path / "run")
+    return tmp_path / "run" / "step"
+
+
+@pytest.mark.parametrize("name", ["tensor_cut_z0", "tensor_cut_z2"])
+def test_tensor_parallel_ranks_have_their_shard_of_an_expert(name):
+    catalog = read_catalog(RECORDED / name)
+    tensor = next(t for t in catalog.tensors if t.name == f"{EXPERTS}.3.up.weight")
+
+    assert str(tensor.layout.mesh) == "ep=2,tp=2"
+    assert tensor.layout.full_shape == (5, 6)
+    assert [tensor.layout.shard_shape(rank) for rank in range(4)] == [(0,), (0,), (3, 6), (2, 6)]
+    assert [catalog.files[region.file].name for region in tensor.states["weight"].regions] == [
+        f"step/layer_1_expert_3_mp_rank_{tp:02d}_model_states.pt" for tp in range(2)
+    ]
+
+
+def test_experts_of_neighbours_are_whole_where_tensor_parallel_ranks_do_not_cut_them():
+    catalog = read_catalog(RECORDED / "tensor_whole_z1")
+    tensor = next(t for t in catalog.tensors if t.name == f"{EXPERTS}.3.up.weight")
+
+    assert str(catalog.mesh) == "dp=2,tp=2"
+    assert str(tensor.layout.mesh) == "ep=2"
+    assert [tensor.layout.shard_shape(rank) for rank in range(2)] == [(0,), (5, 6)]
+    assert catalog.files[tensor.states["weight"].regions[0].file].name == (
+        "step/layer_1_expert_3_mp_rank_01_model_states.pt"
+    )
+
+
+def test_an_expert_without_the_file_of_a_rank_that_cuts_it(cut):
+    (cut / "layer_1_expert_2_mp_rank_01_model_states.pt").unlink()
+
+    refused(cut, "layer 1, expert 2 has no file of tensor-parallel rank 1, others have one of each")
+
+
+def test_whole_experts_in_files_of_ranks_that_do_not_hold_them(uncut):
+    """Such as they are where one rank's files of experts that are cut were lost."""
+    first = uncut / "layer_1_expert_3_mp_rank_01_model_states.pt"
+    first.rename(expert(uncut, 3))
+
+    refused(uncut, "layer 1, expert 3 has a file of tensor-parallel rank 0", "is rank 1 of 2")
+
+
+def test_a_shard_of_an_expert_that_is_not_in_its_file(cut):
+    edit_file(
+        cut / "layer_1_expert_2_mp_rank_01_model_states.pt",
+        lambda root: root.__delitem__(f"{EXPERTS}.2.up.bias"),
+    )
+
+    refused(cut, "is in 1 of 2 files of its expert", f"{EXPERTS}.2.up.bias")
+
+
+def both(folder: Path, change) -> None:
+    for tp in range(2):
+        edit_file(folder / f"mp_rank_{tp:02d}_model_states.pt", change)
+
+
+def test_experts_that_are_cut_and_of_which_nothing_says_how(cut):
+    """A bias of five elements may be cut, or two whole ones of three and two may be there."""
+    both(cut, lambda root: root["universal_checkpoint_info"].clear())
+
+    refused(cut, "nothing in the checkpoint says how", "with an affine_map", error=UnsupportedError)
+
+
+def test_whole_experts_need_nothing_that_says_how_they_are_cut(uncut):
+    """Their files tell; what the names of their module would match does not count."""
+    both(
+        uncut,
+        lambda root: root["universal_checkpoint_info"].update(
+            {
+                "tp_replicated_parameter_patterns": ["embed.*", "head.*", ".*norm.*", ".*wg.*"],
+                "parameter_with_row_parallelism_patterns": [],
+            }
+        ),
+    )
+
+    found, expected = (gather_all(read_catalog(f)) for f in (uncut, RECORDED / "tensor_whole_z1"))
+    assert all(np.array_equal(found[key], expected[key]) for key in expected)
+
+
+def test_experts_that_are_cut_after_data_parallelism(cut):
+    both(cut, lambda root: root["ds_config"].update(use_data_before_expert_parallelism=True))
+
+    refused(cut, "use_data_before_expert_parallelism and 2 tensor-parallel", error=UnsupportedError)
 
 
 def test_flat_buffers_in_another_order_than_the_model_are_left_out(tmp_path):

@@ -51,11 +51,11 @@ def open_experts(run: Run) -> tuple[dict[str, Expert], ExpertFiles]:
     root = run.models[0].root
     layers = root.get("ds_autoep_layers") or root.get("autoep_layers")
     opened = _opened(run)
-    if opened or layers:
+    if layers:
         _check_folding(run, root)
     experts: dict[str, Expert] = {**read_experts(layers)}
     if opened and not experts:
-        first = {place: contents[0] for place, contents in opened.items()}
+        first = {place: next(iter(own.values())) for place, own in opened.items()}
         if not is_native(first) or root.get("num_experts") is None:
             raise UnsupportedError(
                 f"has {run.folder.experts[0].name} and no ds_autoep_layers, and the names in it "
@@ -63,8 +63,8 @@ def open_experts(run: Run) -> tuple[dict[str, Expert], ExpertFiles]:
                 where=str(run.folder.path),
                 remedy="checkpoints of AutoEP and of deepspeed.moe.layer.MoE can be read",
             )
-        experts |= native_experts(run, first, _rank_count(run))
-    return experts, ExpertFiles(run, experts, opened)
+        experts |= native_experts(run, opened, _rank_count(run))
+    return experts, ExpertFiles(run, experts, {n: [*own.values()] for n, own in opened.items()})
 
 
 class ExpertFiles:
@@ -108,6 +108,20 @@ class ExpertFiles:
     def weight(self, name: str) -> StoredTensor | None:
         """Return a tensor of one expert, such as ``...experts.w1.7``, or None."""
         return self._weights.get(name)
+
+    def shards(self, expert: NativeExpert) -> list[StoredTensor]:
+        """Return what each tensor-parallel rank has of an expert that they cut.
+
+        Raises:
+            CorruptError: A file of the expert is without it.
+        """
+        known = self._copies.get(expert.name, [])
+        if len(known) != expert.tp_size:
+            raise CorruptError(
+                f"is in {len(known)} of {expert.tp_size} files of its expert",
+                where=f"{self._run.folder.path}: tensor {expert.name!r}",
+            )
+        return known
 
     def copies(self, expert: ExpertParameter) -> list[list[StoredTensor]]:
         """Return every copy of a stack: tensor-parallel ranks write files of the same experts.
@@ -153,9 +167,9 @@ class ExpertFiles:
         return None
 
 
-def _opened(run: Run) -> dict[tuple[int, int], list[Field]]:
+def _opened(run: Run) -> dict[tuple[int, int], dict[int, Field]]:
     """The files of each expert; only tensor-parallel ranks may write several."""
-    opened: dict[tuple[int, int], list[Field]] = {}
+    opened: dict[tuple[int, int], dict[int, Field]] = {}
     for file in run.folder.experts:
         if file.tp >= run.tp_size > 1:
             message = (
@@ -164,13 +178,13 @@ def _opened(run: Run) -> dict[tuple[int, int], list[Field]]:
             )
             run.findings.append(Finding("warning", "stale-file", message, file.name))
             continue
-        known = opened.setdefault((file.layer, file.expert), [])
+        known = opened.setdefault((file.layer, file.expert), {})
         if known and run.tp_size == 1:
             raise CorruptError(
                 f"layer {file.layer}, expert {file.expert} has two files, one is {file.name}",
                 where=str(run.folder.path),
             )
-        known.append(run.files.open(file.name))
+        known[file.tp] = run.files.open(file.name)
     return opened
 
 

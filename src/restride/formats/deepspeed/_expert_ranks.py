@@ -26,7 +26,8 @@ class ExpertRanks:
     partition its shard. Experts have one cutter for each expert-parallel rank, and the ranks with
     the same experts partition theirs. Expert-parallel ranks are neighbours among all ranks: they
     fold tensor-parallel ones, none of which cuts an expert (deepspeed 0.19.8
-    `module_inject/auto_ep_folding.py`, `expected_folding_group_tables`).
+    `module_inject/auto_ep_folding.py`, `expected_folding_group_tables`). Where tensor-parallel
+    ranks cut experts, they are neighbours among the data-parallel ranks of each.
 
     Args:
         run: The files.
@@ -36,7 +37,9 @@ class ExpertRanks:
     def __init__(self, run: Run, experts: Mapping[str, Expert]) -> None:
         self._run = run
         self._experts = experts
-        self._world = run.dp_size * run.tp_size
+        self._are_cut = any(own.tp_size > 1 for own in experts.values())
+        # The ranks that expert-parallel ones are neighbours among.
+        self._world = run.dp_size * (1 if self._are_cut else run.tp_size)
         config = run.models[0].root.get("ds_config")
         stored = config.get("use_data_before_expert_parallelism") if config else None
         self._is_data_first = is_enabled(stored)
@@ -64,6 +67,10 @@ class ExpertRanks:
         """Whether a group is one of experts, by its first member."""
         return next(iter(members), None) in self._experts
 
+    def are_folded(self, members: Iterable[str]) -> bool:
+        """Whether a group is of experts that all tensor-parallel ranks share."""
+        return self.are_experts(members) and not self._are_cut
+
     def partition_count(self, members: Sequence[str], where: str) -> int:
         """Count the ranks that share the shard of a cutter.
 
@@ -82,6 +89,8 @@ class ExpertRanks:
         if not self.are_experts(members):
             return [self._run.rank(dp, tp) for dp in range(self._run.dp_size)]
         count = self._world // cutters
+        if self._are_cut:
+            return [self._run.rank(dp, tp) for dp in range(cutter, self._world, cutters)]
         if self._is_data_first:
             return list(range(cutter * count, (cutter + 1) * count))
         return list(range(cutter, self._world, cutters))
@@ -123,11 +132,15 @@ class ExpertRanks:
 
     def cutter(self, name: str, cutter: int, tp: int) -> int:
         """Rank of a parameter's layout that a cutter on a tensor-parallel rank is."""
-        return cutter if name in self._experts else tp
+        if name not in self._experts:
+            return tp
+        return cutter * self._run.tp_size + tp if self._are_cut else cutter
 
     def strides(self, name: str) -> tuple[int, int]:
         """Distance on the mesh between neighbouring shards, and between neighbouring partitions."""
         if name not in self._experts:
             return 1, self._run.tp_size
         ranks = self._experts[name].rank_count
+        if self._are_cut:
+            return 1, ranks * self._run.tp_size
         return (self._world // ranks, 1) if self._is_data_first else (1, ranks)

@@ -53,6 +53,11 @@ class ExpertParameter:
     where: str
 
     @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks that cut an expert: none does."""
+        return 1
+
+    @property
     def rank_count(self) -> int:
         """Number of expert-parallel ranks."""
         return len(self.placement)

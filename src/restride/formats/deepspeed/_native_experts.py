@@ -6,12 +6,18 @@ optimizer files and the groups have those on the rank. The catalog calls an expe
 among all, as an engine does in which every rank has all of them. Each of its parameters is a tensor
 that one expert-parallel rank holds whole (deepspeed 0.19.8 `moe/layer.py`, `moe/experts.py`,
 `runtime/engine.py`, `_save_moe_checkpoint`).
+
+Beside tensor-parallel ranks experts are of one of two kinds. Those of a layer without
+`enable_expert_tensor_parallelism` are whole: expert-parallel ranks are neighbours among all ranks,
+and an expert has one file, of the tensor-parallel rank that its first rank is. With it, they are
+neighbours among the data-parallel ranks of each tensor-parallel one, and an expert has a file of
+every tensor-parallel rank (deepspeed 0.19.8 `utils/groups.py`).
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -22,6 +28,7 @@ from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Piece
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._expert_cuts import ExpertCuts
 from restride.layouts.lifting import axes_of
 
 if TYPE_CHECKING:
@@ -63,6 +70,7 @@ class NativeExpert:
         shape: Shape of the tensor.
         where: File and path, for errors.
         is_buffer: Whether it is a buffer.
+        cut: How the tensor-parallel ranks cut it; None where one rank has it whole.
     """
 
     prefix: str
@@ -74,6 +82,12 @@ class NativeExpert:
     shape: Shape
     where: str
     is_buffer: bool = False
+    cut: Layout | None = None
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks that cut it."""
+        return 1 if self.cut is None else self.cut.rank_count
 
     @property
     def name(self) -> str:
@@ -105,8 +119,27 @@ class NativeExpert:
         return f"{self.prefix}.{rank * held + self.number}.{self.rest}"
 
     def layout(self) -> Layout:
-        """Describe which rank has it."""
-        return held_by(self.shape, Mesh((("ep", self.rank_count),)), [self.rank])
+        """Describe which rank has it; where it is cut, on the ranks ``ep, tp``."""
+        if self.cut is None:
+            return held_by(self.shape, Mesh((("ep", self.rank_count),)), [self.rank])
+        count, first = self.cut.rank_count, self.rank * self.cut.rank_count
+        after = (self.rank_count - 1) * count - first
+        return replace(
+            self.cut,
+            mesh=Mesh((("ep", self.rank_count), ("tp", count))),
+            shard_shapes=(
+                *(((first, (0,)),) if first else ()),
+                *self.cut.shard_shapes,
+                *(((after, (0,)),) if after else ()),
+            ),
+            all_pieces=tuple(
+                replace(piece, rank_base=piece.rank_base + first) for piece in self.cut.all_pieces
+            ),
+            padding=tuple(
+                replace(padding, rank_base=padding.rank_base + first)
+                for padding in self.cut.padding
+            ),
+        )
 
 
 def expert_name(name: str) -> tuple[str, int, str] | None:
@@ -186,20 +219,23 @@ def said_rank_count(groups: Iterable[Field]) -> int | None:
 
 
 def native_experts(
-    run: Run, opened: Mapping[tuple[int, int], Field], rank_count: int | None
+    run: Run, files: Mapping[tuple[int, int], Mapping[int, Field]], rank_count: int | None
 ) -> dict[str, NativeExpert]:
     """Describe every tensor of every expert, by full name, in the order of the model.
 
     Args:
         run: The files.
-        opened: Content of the expert files, by layer and expert.
+        files: Content of the expert files, by layer and expert, and by tensor-parallel rank.
         rank_count: Expert-parallel ranks, where something says it.
 
     Raises:
         CorruptError: The files contradict each other.
         FormatError: Something has another type than it must have.
+        UnsupportedError: Nothing says how an expert is cut.
     """
     root = run.models[0].root
+    opened = {place: next(iter(own.values())) for place, own in files.items()}
+    cuts = ExpertCuts(run, files)
     counts = root.at(_COUNTS).integers(at_least=1)
     layers = [_layer(number, own, counts) for number, own in _by_layer(opened).items()]
     missing = sorted({*range(len(counts))} - {layer.number for layer in layers})
@@ -226,7 +262,7 @@ def native_experts(
                     layer.prefix, number, rest, layer.number, layer.count, ranks, shape,
                     root.where, is_buffer,
                 )  # fmt: skip
-                found[expert.name] = expert
+                found[expert.name] = cuts.of(expert)
     return found
 
 

@@ -209,7 +209,7 @@ class _Reader:
         model = self._run.models[tp]
         files, shapes = files_of(self._run, model, "parameter groups")
         for number, members in enumerate(shapes):
-            if not self._ranks.are_experts(members):
+            if not self._ranks.are_folded(members):
                 self._read_group(model, files, number, members)
             elif not tp:
                 self._read_group(model, files_of_all(self._run, members, number), number, members)
@@ -306,7 +306,7 @@ class _Reader:
         files, shapes = files_of(self._run, model, "parameter groups")
         if not files or number >= len(shapes):
             return
-        if self._ranks.are_experts(shapes[number]):
+        if self._ranks.are_folded(shapes[number]):
             files = files_of_all(self._run, shapes[number], number)
         groups = {rank: zero.groups[number] for rank, zero in files.items()}
         width = _agreed_width(groups)

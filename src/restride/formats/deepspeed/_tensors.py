@@ -301,8 +301,9 @@ class _Reader:
         weights = self._expert_files.weights(expert)
         states: dict[str, StateEntry] = {}
         if weights is not None:
-            whole = replicated(expert.shape, mesh={"expert": 1})
-            states["weight"] = stored_state(whole, weights, run.files, where)
+            cut = expert.cut or replicated(expert.shape, mesh={"expert": 1})
+            shards = weights if expert.cut is None else self._expert_files.shards(expert)
+            states["weight"] = stored_state(cut, shards, run.files, where)
         states |= self._optimizer_states(expert.name, layout)
         is_known = expert.name in {*self._trained, *self._frozen} or not self._has_optimizer
         is_frozen = expert.name not in self._trained and self._has_optimizer

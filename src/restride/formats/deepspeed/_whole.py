@@ -152,11 +152,8 @@ def _sources(
     """What each rank saved; nothing where that was no optimizer."""
     if experts is not None and run.folder.expert_optimizers:
         states = open_optimizers(run, experts) or {}
-        mesh = Mesh((("ep", experts.count),))
-        if run.tp_size > 1:
-            mesh = Mesh((("dp", len(experts.places(run)) // run.tp_size), ("tp", run.tp_size)))
-        return mesh, [
-            _source(run.models[tp], read_whole_file(state), aliases, experts.held(ep))
+        return experts.mesh(run), [
+            _source(run.models[tp], read_whole_file(state), aliases, experts.held(ep, tp))
             for (ep, tp), state in states.items()
         ]
     mesh = Mesh((("tp", run.tp_size),))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING
 
+from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Finding
 from restride.errors import CorruptError
 from restride.formats.deepspeed._expert_files import open_experts
@@ -53,22 +54,48 @@ class ExpertRanks:
         """Whether they are no stacks: each expert of DeepSpeed's own layer has its own tensors."""
         return any(isinstance(expert, NativeExpert) for expert in self.parameters.values())
 
+    @property
+    def are_cut(self) -> bool:
+        """Whether tensor-parallel ranks cut the experts."""
+        return any(
+            isinstance(expert, NativeExpert) and expert.cut is not None
+            for expert in self.parameters.values()
+        )
+
+    def mesh(self, run: Run) -> Mesh:
+        """The ranks of `places`."""
+        if self.are_cut:
+            return Mesh((("ep", self.count), ("tp", run.tp_size)))
+        if run.tp_size == 1:
+            return Mesh((("ep", self.count),))
+        return Mesh((("dp", len(self.places(run)) // run.tp_size), ("tp", run.tp_size)))
+
     def places(self, run: Run) -> list[tuple[int, int]]:
         """The expert-parallel and the tensor-parallel rank of each rank that differs from others.
 
         Expert-parallel ranks are neighbours among all ranks, as tensor-parallel ones are; after as
-        many as both have in common, the ranks repeat what others have.
+        many as both have in common, the ranks repeat what others have. Where tensor-parallel ranks
+        cut experts, each of them has all expert-parallel ones.
         """
+        if self.are_cut:
+            return [(ep, tp) for ep in range(self.count) for tp in range(run.tp_size)]
         return [
             (rank % self.count, rank % run.tp_size) for rank in range(lcm(self.count, run.tp_size))
         ]
 
-    def held(self, rank: int) -> dict[str, tuple[StoredTensor, ...]]:
-        """What a rank has of its experts, those of a stack side by side; if the files are there."""
+    def held(self, rank: int, tp: int = 0) -> dict[str, tuple[StoredTensor, ...]]:
+        """What a rank has of its experts, those of a stack side by side; if the files are there.
+
+        Args:
+            rank: The expert-parallel rank.
+            tp: The tensor-parallel one.
+        """
         found: dict[str, tuple[StoredTensor, ...]] = {}
         for name, expert in self.parameters.items():
             if isinstance(expert, NativeExpert):
                 own = self.files.weight(name) if expert.rank == rank else None
+                if own is not None and expert.cut is not None:
+                    own = self.files.shards(expert)[tp]
                 if own is not None and not expert.is_buffer:
                     found[name] = (own,)
                 continue
