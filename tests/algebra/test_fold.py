@@ -258,7 +258,7 @@ def test_inner_loops_stand_for_a_dense_block_of_the_shard():
     ("options", "message"),
     [
         ({"index_maps": [[0, 1]]}, "1 index maps and 2 shard shapes"),
-        ({"index_maps": [[0, 1], [2]]}, "rank 1: the index map has 1 entries"),
+        ({"index_maps": [[0, 1], [2]]}, "rank 1: the index map has 1 entry"),
         ({"index_maps": [[0, 1], [2, 3.0]]}, "rank 1: .*something else than integers"),
         ({"index_maps": [[0, 1], [2, 4]]}, "full index 4, the tensor has 4"),
         ({"inner": [(2, -1)]}, "full stride of an inner loop"),

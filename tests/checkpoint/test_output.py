@@ -64,7 +64,7 @@ def test_parts_that_do_not_fit_are_refused(
 
 
 def test_every_rank_with_elements_needs_a_place() -> None:
-    with pytest.raises(PlanError, match="1 regions are given for 2 ranks"):
+    with pytest.raises(PlanError, match="regions of 1 rank are given, the layout has 2"):
         tensor(0)
     with pytest.raises(PlanError, match="rank 1: a shard of 12 bytes has no place"):
         OutputTensor("w", DTYPES["float16"], ROWS, (Region(0, 0), None))

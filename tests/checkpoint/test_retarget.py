@@ -492,7 +492,7 @@ def test_names_that_no_preset_knows_are_refused_with_how_a_rule_is_written():
     whole = {"tower.0.wi.weight": layouts.replicated((8, 8), mesh={"tp": 1})}
 
     refused(
-        "none of the 1 parameters, such as 'tower.0.wi.weight', is one that the preset llama cuts"
+        "none of 1 parameter, such as 'tower.0.wi.weight', is one that the preset llama cuts"
         '|match = "tower.*.wi.weight"',
         catalog_of(whole),
         tp=2,

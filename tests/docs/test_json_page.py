@@ -20,7 +20,7 @@ MEMBERS = {
 
 def test_every_command_with_a_report_is_on_the_page() -> None:
     assert {heading.split()[0] for heading in HEADINGS} == {
-        *("info", "check", "convert", "diff", "fingerprint"),
+        *("info", "check", "convert", "diff", "fingerprint", "layouts", "demo"),
     }
 
 
@@ -35,12 +35,16 @@ def test_a_command_prints_the_members_that_are_listed(heading: str, tmp_path: Pa
     assert set(ran.json) == MEMBERS[heading] | inherited
 
 
-def test_the_members_of_a_tensor_and_of_a_difference_are_listed(tmp_path: Path) -> None:
+def test_the_members_of_what_is_listed_in_a_member_are_on_the_page(tmp_path: Path) -> None:
     page = PAGE.read_text("utf-8")
     run("convert", SAMPLE, tmp_path / "master", "--dtype", "float32")
     tensor = next(iter(run("info", SAMPLE, "--json").json["tensors"].values()))
     row = run("diff", SAMPLE, tmp_path / "master", "--json").json["differences"][0]
 
     names = {"tensor", "other_tensor", "state"}
-    for member in {*tensor, *row} - names:
+    (family, *_) = run("layouts", SAMPLE, "--json").json["kinds"]
+    (cut, *_) = run("layouts", SAMPLE, "--tp", "1", "--json").json["kinds"]
+    (entry, *_) = run("layouts", "--json").json["layouts"].values()
+    families = family["families"][0]
+    for member in {*tensor, *row, *family, *families, *cut, *entry} - names:
         assert f"`{member}`" in page, member

@@ -399,12 +399,12 @@ def of_base(change):
         (
             of_optimizer(lambda state: state["fp32_groups"].pop()),
             CorruptError,
-            "master weights of 1 groups and 2 param_groups",
+            "master weights of 1 group and 2 entries in param_groups",
         ),
         (
             of_optimizer(lambda state: state["fp32_groups"][0].pop()),
             CorruptError,
-            "numbers 1 parameters, the master weights of the group are 0",
+            "numbers 1 parameter, the master weights of the group are 0",
         ),
         (
             of_base(lambda base: base["param_groups"][1].update(params=[0])),

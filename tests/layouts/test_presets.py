@@ -139,7 +139,7 @@ def test_a_config_that_is_refused(config, words):
 
 def test_parameters_that_no_row_of_the_preset_cuts():
     refused(
-        "none of the 1 parameters|'wte.3.weight'|match = \"wte.*.weight\"",
+        "none of 1 parameter|'wte.3.weight'|match = \"wte.*.weight\"",
         shapes={"wte.3.weight": (4, 4)},
     )
 

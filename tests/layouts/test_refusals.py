@@ -125,7 +125,7 @@ def test_a_builder_says_what_is_wrong_with_the_numbers(call, words):
         ([[0, 1], [1, 2, 3]], "block 1 is on rank 0 and on rank 1; pass allow_shared=True"),
         ([[0, 1], [2, 4]], "rank 1 holds block 4, there are 4"),
         ([[0, 1], [2, -1]], "rank 1 holds block -1"),
-        ([[0, 1, 2, 3]], "given for 1 ranks, the mesh axis has 2"),
+        ([[0, 1, 2, 3]], "given for 1 rank, the mesh axis has 2"),
         ([[0, 1], [2, 3], []], "given for 3 ranks"),
         ([[0, 1], [2, 3.0]], "must be an integer"),
         ([[0, True], [2, 3]], "must be an integer"),

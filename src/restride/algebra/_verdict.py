@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from restride.wording import counted
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -139,7 +141,8 @@ def _explain_covered(verdict: Covered, layout: Layout) -> str:
         parts.append(f"each of {verdict.full_numel} full elements is held")
     if verdict.shard_numel is not None:
         parts.append(
-            f"each of {verdict.shard_numel} shard addresses of {layout.rank_count} ranks is "
+            f"each of {verdict.shard_numel} shard addresses of "
+            f"{counted(layout.rank_count, 'rank')} is "
             "written exactly once or declared padding"
         )
     return " and ".join(parts)

@@ -23,6 +23,7 @@ from restride.algebra.layout import Fill, Layout, Padding
 from restride.algebra.mesh import as_mesh
 from restride.algebra.piece import Axis, Piece
 from restride.errors import LayoutError
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -115,13 +116,13 @@ def _checked_maps(
     if not len(index_maps) == len(shapes) == mesh.size:
         raise LayoutError(
             f"{len(index_maps)} index maps and {len(shapes)} shard shapes are given, "
-            f"the mesh {mesh} has {mesh.size} ranks"
+            f"the mesh {mesh} has {counted(mesh.size, 'rank')}"
         )
     maps: _Maps = {}
     for rank, (entries, shape) in enumerate(zip(index_maps, shapes, strict=True)):
         if len(entries) * block != prod(shape):
             raise LayoutError(
-                f"the index map has {len(entries)} entries for blocks of {block}, "
+                f"the index map has {counted(len(entries), 'entry')} for blocks of {block}, "
                 f"the shard of shape {shape} has {prod(shape)} elements",
                 where=f"rank {rank}",
             )

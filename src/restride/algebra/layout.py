@@ -11,6 +11,7 @@ from restride.algebra._checks import require_int
 from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece
 from restride.errors import LayoutError
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -99,7 +100,7 @@ class Layout:
         total = sum(count for count, _ in self.shard_shapes)
         if total != self.mesh.size:
             raise LayoutError(
-                f"shard shapes are given for {total} ranks, "
+                f"shard shapes are given for {counted(total, 'rank')}, "
                 f"the mesh {self.mesh} has {self.mesh.size}"
             )
         if self.unit_bits is not None:
@@ -171,7 +172,7 @@ class Layout:
                 if left < count:
                     return shape
                 left -= count
-        msg = f"rank {rank} is not on a mesh of {self.rank_count} ranks"
+        msg = f"rank {rank} is not on a mesh of {counted(self.rank_count, 'rank')}"
         raise LayoutError(msg)
 
     def shard_numel(self, rank: int) -> int:

@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 
 from restride.algebra._checks import require_int
 from restride.errors import LayoutError
+from restride.wording import counted
 
 __all__ = ["Mesh", "MeshLike", "as_mesh"]
 
@@ -79,7 +80,7 @@ class Mesh:
             LayoutError: The rank is not on the mesh.
         """
         if not 0 <= rank < self.size:
-            msg = f"rank {rank} is not on a mesh of {self.size} ranks"
+            msg = f"rank {rank} is not on a mesh of {counted(self.size, 'rank')}"
             raise LayoutError(msg)
         return {name: rank // self.axis_stride(name) % size for name, size in self.axes}
 

@@ -20,6 +20,7 @@ from restride.arrays._checks import (
     require_unscaled_state,
 )
 from restride.errors import CoverageError, LayoutError, PlanError
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -105,7 +106,8 @@ def _targets(
     strangers = [rank for rank in out if not 0 <= rank < target.rank_count]
     if strangers:
         raise LayoutError(
-            f"out has an array for rank {strangers[0]}, the target has {target.rank_count} ranks"
+            f"out has an array for rank {strangers[0]}, the target has "
+            f"{counted(target.rank_count, 'rank')}"
         )
     read = list(admitted.values())
     targets: dict[int, Array] = {}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from restride.errors import LayoutError, RuleError
 from restride.layouts.presets import name_pattern
 from restride.layouts.recognition import rebuild_on, recognize
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from restride.algebra.layout import Layout
@@ -84,11 +85,12 @@ class Families:
             return
         (pattern, layout), members = next(iter(self._open.items()))
         count = sum(len(sources) for sources in self._open.values())
-        others = f", as for {count - 1} other parameters" if count > 1 else ""
+        others = f", as for {counted(count - 1, 'other parameter')}" if count > 1 else ""
         answers = self._answers(layout)
         raise RuleError(
-            f"the cut over {layout.rank_count} ranks leaves open how {self._mesh.size} ranks cut "
-            f"it: {_in_words(answers)}{others}" + (why and f"; {why}"),
+            f"the cut over {layout.rank_count} ranks leaves open how "
+            f"{counted(self._mesh.size, 'rank')} "
+            f"cut it: {_in_words(answers)}{others}" + (why and f"; {why}"),
             where=f"tensor {members[0].name!r}",
             remedy=(advice and f"{advice}, or ") + f"write a rule: {_rule(pattern, answers)}",
         )

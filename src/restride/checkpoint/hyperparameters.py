@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
 from restride.errors import UnsupportedError
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,7 +52,8 @@ def with_hyperparameters(
         )
     if len(given) != count:
         raise UnsupportedError(
-            f"has the settings of {len(given)} parameter groups, the checkpoint has {count}",
+            f"has the settings of {counted(len(given), 'parameter group')}, the checkpoint has "
+            f"{count}",
             where=where,
             remedy="give a list with one object for each group, in the optimizer's order",
         )
@@ -67,7 +69,9 @@ def with_hyperparameters(
         for group, own in zip(training.groups, given, strict=True)
     )
     rates = ", ".join(f"{own[_RATE]!r}" for own in given)
-    message = f"the settings of the {count} parameter groups are those of {where}: lr {rates}"
+    message = (
+        f"the settings of the {counted(count, 'parameter group')} are those of {where}: lr {rates}"
+    )
     given_to = replace(training, groups=groups, pipeline=_staged(training, groups))
     return given_to, Finding("note", "hyperparameters", message, where)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from restride.checkpoint.catalog import Region
 from restride.errors import PlanError
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -71,7 +72,8 @@ class OutputTensor:
     def __post_init__(self) -> None:
         if len(self.regions) != self.layout.rank_count:
             raise PlanError(
-                f"{len(self.regions)} regions are given for {self.layout.rank_count} ranks",
+                f"regions of {counted(len(self.regions), 'rank')} are given, the layout has "
+                f"{self.layout.rank_count}",
                 where=f"tensor {self.name!r}",
             )
         for rank, region in enumerate(self.regions):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from restride.errors import PlanError
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -156,7 +157,7 @@ def _expanded(match: re.Match[str], old: str, new: str) -> str:
     except (re.error, IndexError) as error:
         raise PlanError(
             f"{new!r} cannot replace what {old!r} matches ({error})",
-            remedy=f"{old!r} has {match.re.groups} groups: \\1 is the first",
+            remedy=f"{old!r} has {counted(match.re.groups, 'group')}: \\1 is the first",
         ) from None
 
 

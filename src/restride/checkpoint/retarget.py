@@ -46,6 +46,7 @@ from restride.layouts.presets import (
     read_settings,
     shown_models,
 )
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -275,8 +276,10 @@ class _Retargeting:
         near = _near(names)
         example = next((s.name for s in undecided if _is_layer(s)), names[0])
         return RuleError(
-            f"the tensors are whole, and nothing in the checkpoint says how {self._mesh.size} "
-            f"ranks cut its {len(names)} parameters, such as {example!r}",
+            "the tensors are whole, and nothing in the checkpoint says how "
+            f"{counted(self._mesh.size, 'rank')} cut its {counted(len(names), 'parameter')}, such "
+            "as "
+            f"{example!r}",
             where=self._catalog.root,
             remedy=f"give the config.json of the model (known are {', '.join(known_models())}"
             f"{near and f'; {near}'}), or {how_to_write(example, layout='column')}",

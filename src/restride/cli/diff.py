@@ -16,6 +16,7 @@ from restride.cli.output import Column, open_page, write_json
 from restride.cli.picture import format_shape
 from restride.cli.progress import open_progress
 from restride.cli.sizes import format_count, format_size
+from restride.wording import which
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -158,7 +159,9 @@ def _more(page: Page, count: int) -> None:
 
 
 def _difference_in_words(report: DiffReport) -> str:
-    parts = [f"{len(report.differences)} of {format_count(report.compared_count, 'array')} differ"]
+    count = len(report.differences)
+    of_all = format_count(report.compared_count, "array")
+    parts = [f"{count} of {of_all} {which(count, 'differs', 'differ')}"]
     for name, only in (("A", report.only_a), ("B", report.only_b)):
         if only:
             parts.append(f"{format_count(len(only), 'array')} only in {name}")

@@ -187,7 +187,7 @@ def _draw_shards(page: Page, layout: Layout, grid: Grid) -> None:
             ]
         )
     if layout.rank_count > shown:
-        page.line(f"... and {layout.rank_count - shown} more ranks", "dim")
+        page.line(f"... and {format_count(layout.rank_count - shown, 'more rank')}", "dim")
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:

@@ -40,8 +40,12 @@ def show_projection(projection: ConvertProjection, out: str, *, as_json: bool) -
 def _show_work(page: Page, projection: ConvertProjection) -> None:
     moved = projection.moved
     about = "" if moved.is_exact else "about "
-    page.line(f"read: {about}{format_size(moved.read_nbytes)} in {moved.read_count:,} reads")
-    page.line(f"write: {format_size(moved.written_nbytes)} in {moved.write_count:,} writes")
+    page.line(
+        f"read: {about}{format_size(moved.read_nbytes)} in {format_count(moved.read_count, 'read')}"
+    )
+    page.line(
+        f"write: {format_size(moved.written_nbytes)} in {format_count(moved.write_count, 'write')}"
+    )
     page.line(
         f"memory: below {format_size(projection.projected_nbytes)} with "
         f"{format_count(projection.workers, 'thread')}, the interpreter on top"

@@ -6,6 +6,8 @@ import re
 from fractions import Fraction
 from typing import Final
 
+from restride.wording import plural
+
 __all__ = ["format_count", "format_duration", "format_rate", "format_size", "parse_size"]
 
 _UNITS: Final = {
@@ -110,5 +112,4 @@ def format_count(number: int, noun: str) -> str:
     """
     if number == 1:
         return f"1 {noun}"
-    plural = f"{noun[:-1]}ies" if noun.endswith(("py", "ry")) else f"{noun}s"
-    return f"{number:,} {plural}"
+    return f"{number:,} {plural(noun)}"

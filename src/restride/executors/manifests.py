@@ -22,6 +22,7 @@ from restride.errors import FormatError, UnsupportedError
 from restride.executors.blocks import BLOCK_NBYTES
 from restride.executors.verifying import Extent, find_damage
 from restride.planning.conversion import whole_layout
+from restride.wording import which
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -257,7 +258,8 @@ def _damaged(name: str, file: ManifestFile, first: Damage, count: int) -> Findin
     if part.tensor:
         holder = f"state {part.state!r} of tensor {part.tensor!r}"
     message = (
-        f"{name}: {count} of {total} blocks are not what was written, the first one from byte "
+        f"{name}: {count} of {total} blocks {which(count, 'is', 'are')} not what was written, the "
+        "first from byte "
         f"{start} to {stop}, in {holder} ({first.reason})"
     )
     details: dict[str, object] = {"start_nbytes": start, "stop_nbytes": stop, "blocks": count}

@@ -22,6 +22,7 @@ from restride.executors.sources import CatalogReader, default_workers
 from restride.executors.streaming import StreamingExecutor
 from restride.planning.conversion import plan_reading
 from restride.storage.ranges import FilePool
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
@@ -266,7 +267,7 @@ def _findings(
         rank, _ = _holder(region, difference.first_index)
         at = ", ".join(f"{axis} rank {place}" for axis, place in mesh.coordinates(rank).items())
         holder = f" ({at})" if at else ""
-        others = f", and {len(numbers) - 1} tensors more" if numbers[1:] else ""
+        others = f", and {counted(len(numbers) - 1, 'tensor')} more" if numbers[1:] else ""
         master, weight = difference.first_values
         files = [catalog.files[file].name for file in (master_file, weight_file)]
         message = (

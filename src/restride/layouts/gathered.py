@@ -11,6 +11,7 @@ from restride.errors import RuleError
 from restride.layouts._arguments import MeshAxis, as_dim, as_ints, as_shape, find_mesh_axis
 from restride.layouts.lifting import along, place
 from restride.layouts.sizes import even_sizes
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,7 +127,9 @@ def check_blocks(
     """
     checked = [as_ints(f"the {what}s of rank {rank}", ids) for rank, ids in enumerate(tables)]
     if len(checked) != ranks:
-        raise RuleError(f"{what}s are given for {len(checked)} ranks, the mesh axis has {ranks}")
+        raise RuleError(
+            f"{what}s are given for {counted(len(checked), 'rank')}, the mesh axis has {ranks}"
+        )
     holders: dict[int, int] = {}
     for rank, ids in enumerate(checked):
         for number in ids:

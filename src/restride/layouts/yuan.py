@@ -10,6 +10,7 @@ from restride.errors import RuleError
 from restride.layouts._arguments import MeshAxis, as_shape, find_mesh_axis, require_count
 from restride.layouts.lifting import along, axes_of, place, row_layout
 from restride.layouts.replicated import replicated
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,11 +90,11 @@ def yuan_output(
 def _checked_heads(heads: int | None, ranks: int) -> int:
     count = require_count("heads", heads, why="value heads are what is dealt out")
     if count % ranks:
-        raise RuleError(f"{ranks} ranks do not divide {count} value heads")
+        raise RuleError(f"{ranks} ranks do not divide {counted(count, 'value head')}")
     if ranks > count // 2:
         raise RuleError(
-            f"{ranks} ranks are more than half of {count} value heads",
-            remedy=f"use at most {count // 2} ranks",
+            f"{ranks} ranks are more than half of {counted(count, 'value head')}",
+            remedy=f"use at most {counted(count // 2, 'rank')}",
         )
     if ranks == 1 and count % 2:
         raise RuleError(f"one rank would hold the middle one of {count} value heads twice")

@@ -126,7 +126,7 @@ def test_a_universal_folder_takes_them_as_well(tmp_path):
 @pytest.mark.parametrize(
     ("content", "error", "said"),
     [
-        (GIVEN[:1], UnsupportedError, "1 parameter groups, the checkpoint has 2"),
+        (GIVEN[:1], UnsupportedError, "1 parameter group, the checkpoint has 2"),
         ([GIVEN[0], {"betas": [0, 1]}], UnsupportedError, "no 'lr' for parameter group 1"),
         (GIVEN[0], CorruptError, "Expected `array`, got `object`"),
         ([GIVEN[0], 3], CorruptError, "Expected `object`, got `int`"),

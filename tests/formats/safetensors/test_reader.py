@@ -242,7 +242,7 @@ def test_a_shard_that_no_index_names_is_noted(tmp_path: Path) -> None:
         (["x"], {"a": "y.safetensors"}, "'y.safetensors' is named, and is not there"),
         (["x", "y"], {"a": "y.safetensors", "b": "x.safetensors"}, "places it in 'y.safetensors'"),
         (["x"], {"b": "x.safetensors"}, "tensor 'a': the index has no entry"),
-        (["x"], {"a": "x.safetensors", "b": "x.safetensors"}, "1 tensors are not in the files"),
+        (["x"], {"a": "x.safetensors", "b": "x.safetensors"}, "1 tensor of the index is not in"),
         (["x"], {"a": "../x.safetensors"}, "is not the name of a safetensors file beside"),
         (["x"], {"a": "/etc/passwd"}, "is not the name of a safetensors file beside"),
         (["x"], {"a": "..\\x.safetensors"}, "is not the name of a safetensors file beside"),

@@ -192,7 +192,7 @@ def test_a_missing_parameter_is_an_error_of_the_check(made):
 
     assert report.verdict == "findings"
     (finding,) = (found for found in report.findings if found.where == "tensor 'b.weight'")
-    assert finding.message == "1 of 3 parameters have no folder: 'b.weight'"
+    assert finding.message == "1 of 3 parameters has no folder: 'b.weight'"
 
 
 def test_files_of_others_are_left_alone(made):

@@ -25,6 +25,7 @@ from restride.formats.deepspeed._partitions import (
     files_of_all,
     find_uncut,
 )
+from restride.wording import counted, which
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -166,7 +167,8 @@ class _Reader:
     def _check(self, group: Group, ranks: Sequence[int], end: int, count: int) -> None:
         if group.partition_count not in (None, len(ranks)):
             raise CorruptError(
-                f"partition_count is {group.partition_count}, {len(ranks)} ranks share the "
+                f"partition_count is {group.partition_count}, {counted(len(ranks), 'rank')} "
+                f"{which(len(ranks), 'shares', 'share')} the "
                 "sub-group",
                 where=group.where,
             )
@@ -178,8 +180,9 @@ class _Reader:
             )
         if group.partition_numel != end:
             raise CorruptError(
-                f"has {group.partition_numel} elements, the chunks of the {count} parameters that "
-                f"param_shapes lists have {end} on {len(ranks)} ranks",
+                f"has {group.partition_numel} elements, the chunks of "
+                f"{counted(count, 'parameter')} in "
+                f"param_shapes have {end} on {counted(len(ranks), 'rank')}",
                 where=group.where,
             )
 

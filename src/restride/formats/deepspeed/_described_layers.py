@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from restride.checkpoint.training import Pipeline, PipelineLayer, PipelineStage
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._stage_layers import TIED, tied_prefix
+from restride.wording import counted, which
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -76,8 +77,9 @@ def completed_layers(pipeline: Pipeline, cut: StageCut, where: str) -> Pipeline:
     """
     if pipeline.lost:
         raise UnsupportedError(
-            f"is a universal folder of a pipeline, and {len(pipeline.lost)} buffers of its layers, "
-            f"such as {pipeline.lost[0]!r}, are in no file of it",
+            f"is a universal folder of a pipeline, and {counted(len(pipeline.lost), 'buffer')} of "
+            f"its layers, such as {pipeline.lost[0]!r}, "
+            f"{which(len(pipeline.lost), 'is', 'are')} in no file of it",
             where=where,
             remedy="convert the sharded checkpoint that it was made of, or resume from the "
             "universal folder itself: it fits pipelines of any stages",

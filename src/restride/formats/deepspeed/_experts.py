@@ -17,6 +17,7 @@ from restride.errors import CorruptError, LayoutError, UnsupportedError
 from restride.formats.deepspeed.maps import from_affine_map_field, require_map_version
 from restride.formats.deepspeed.placements import read_placement
 from restride.layouts.gathered import experts
+from restride.wording import counted, which
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -147,7 +148,9 @@ def second_routers(stacked: Iterable[str], names: Iterable[str]) -> dict[str, st
 def _placement(entry: Field, count: int) -> _Placement:
     ranks = entry.at("ep_size").integer(at_least=1)
     if count > _MOST_EXPERTS:
-        raise CorruptError(f"says there are {count} experts", where=entry.where)
+        raise CorruptError(
+            f"says there {which(count, 'is', 'are')} {counted(count, 'expert')}", where=entry.where
+        )
     stored = entry.get("expert_placement")
     local = entry.at("num_local_experts").integer()
     if stored is None:

@@ -21,6 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from restride.errors import CorruptError
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +78,8 @@ def lay_out(shapes: Shapes, alignment: Sequence[int] | None, where: str) -> tupl
     paddings = (0,) * len(shapes) if alignment is None else tuple(alignment)
     if len(paddings) != len(shapes):
         raise CorruptError(
-            f"param_alignment_paddings has {len(paddings)} parameters, param_shapes {len(shapes)}",
+            f"param_alignment_paddings has {counted(len(paddings), 'parameter')}, "
+            f"param_shapes {len(shapes)}",
             where=where,
         )
     slots: list[Slot] = []
@@ -126,26 +128,29 @@ def check_partition(
     width = group.partition_numel
     if group.partition_count is not None and group.partition_count != count:
         raise CorruptError(
-            f"partition_count is {group.partition_count}, files of {count} partitions are here",
+            f"partition_count is {group.partition_count}, files of {counted(count, 'partition')} "
+            "are here",
             where=group.where,
         )
     end = slots[-1].start + slots[-1].numel if slots else 0
     if width * count < end:
         raise CorruptError(
-            f"{count} partitions of {width} elements cannot hold the {end} elements that "
+            f"{counted(count, 'partition')} of {width} elements cannot hold the {end} elements "
+            "that "
             "param_shapes lists",
             where=group.where,
         )
     if width * count - end > _MOST_PADDING * count:
         raise CorruptError(
-            f"{count} partitions of {width} elements are far more than the {end} elements that "
+            f"{counted(count, 'partition')} of {width} elements have far more than the {end} that "
             "param_shapes lists",
             where=group.where,
         )
     padding = _expected_padding(width, count, partition, end, is_lean=is_lean)
     if group.padding_numel != padding:
         raise CorruptError(
-            f"group_paddings says {group.padding_numel} elements, {padding} are left in partition "
+            f"group_paddings says {counted(group.padding_numel, 'element')}, {padding} are left "
+            "in partition "
             f"{partition} of {count} after the {end} elements that param_shapes lists",
             where=group.where,
         )

@@ -30,6 +30,7 @@ from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_cuts import ExpertCuts
 from restride.layouts.lifting import axes_of
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -241,7 +242,8 @@ def native_experts(
     missing = sorted({*range(len(counts))} - {layer.number for layer in layers})
     if missing:
         raise CorruptError(
-            f"layer {missing[0]} has {counts[missing[0]]} experts, and no file has any of them",
+            f"layer {missing[0]} has {counted(counts[missing[0]], 'expert')}, and no file has any "
+            "of them",
             where=root.at(_COUNTS).where,
             remedy=f"add the files layer_{missing[0]}_expert_*_model_states.pt",
         )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from restride.checkpoint.values import Constructed, StoredTensor
 from restride.errors import CorruptError, FormatError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -161,7 +162,7 @@ def _own_states(base: Field, count: int) -> tuple[list[Field | None], tuple[Fiel
         listed = base.elements()
         if len(listed) != count:
             raise CorruptError(
-                f"has {len(listed)} groups, {FLAT_FP32} has {count}", where=base.where
+                f"has {counted(len(listed), 'group')}, {FLAT_FP32} has {count}", where=base.where
             )
         return list(listed), ()
     hyper = base.at("param_groups").elements()

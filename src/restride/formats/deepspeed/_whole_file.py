@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, FormatError
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -123,7 +124,8 @@ def read_whole_file(state: Field) -> WholeFile:
     settings = base.at(_GROUPS).elements()
     if masters is not None and len(masters) != len(settings):
         raise CorruptError(
-            f"has master weights of {len(masters)} groups and {len(settings)} param_groups",
+            f"has master weights of {counted(len(masters), 'group')} and "
+            f"{counted(len(settings), 'entry')} in param_groups",
             where=state.where,
         )
     groups = _groups(base, settings, masters)
@@ -173,7 +175,8 @@ def _groups(
             copies = masters[position]
         if len(copies) != len(numbers):
             raise CorruptError(
-                f"numbers {len(numbers)} parameters, the master weights of the group are "
+                f"numbers {counted(len(numbers), 'parameter')}, the master weights of the group "
+                "are "
                 f"{len(copies)}",
                 where=f"{entry.where}['params']",
             )
@@ -207,7 +210,8 @@ def _names(entry: Field, numbered: tuple[Numbered, ...], kind: WholeKind) -> tup
     is_short = kind != "flat" and len(names) < len(numbered)
     if is_short or (kind == "bare" and len(names) > len(numbered)):
         raise CorruptError(
-            f"names {len(names)} parameters, the group has {len(numbered)}", where=stored.where
+            f"names {counted(len(names), 'parameter')}, the group has {len(numbered)}",
+            where=stored.where,
         )
     return names
 

@@ -14,6 +14,7 @@ from restride.errors import CorruptError, ExecutionError, FormatError
 from restride.formats.safetensors.spelling import INDEX_SUFFIX, SUFFIX
 from restride.storage.ranges import RangeFile
 from restride.storage.strict_json import parse_object
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -173,7 +174,7 @@ def _ignored(names: list[str]) -> list[Finding]:
         Finding(
             "note",
             "ignored-files",
-            f"{len(names)} safetensors files are no part of the model and were not read: "
+            f"{counted(len(names), 'safetensors file')} not read, as no part of the model: "
             f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}",  # noqa: PLR2004
             details={"files": names},
         )

@@ -21,6 +21,7 @@ from restride.formats.safetensors.header import HeaderTensor, read_header
 from restride.formats.safetensors.spelling import split_state, whole_layout
 from restride.storage.ranges import RangeFile
 from restride.storage.strict_json import parse_object
+from restride.wording import counted, which
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,8 +117,9 @@ class _Collected:
         if left:
             key, name = next(iter(left.items()))
             raise CorruptError(
-                f"{len(left)} tensors are not in the files that are named for them, such as "
-                f"{key!r} in {name!r}",
+                f"{counted(len(left), 'tensor')} of the index {which(len(left), 'is', 'are')} not "
+                "in the "
+                f"file that is named there, such as {key!r} in {name!r}",
                 where=str(self.root / found.index_name),
             )
         if found.total_nbytes is not None and found.total_nbytes != total_nbytes:

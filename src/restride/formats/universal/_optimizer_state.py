@@ -17,6 +17,7 @@ from restride.checkpoint.orders import merged_order
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,7 +72,7 @@ class OptimizerState:
         count = len(self.groups) if self.parents is None else len(self.parents)
         if len(trained[0]) != count:
             raise CorruptError(
-                f"counts {count} groups of parameters, param_shapes of the model files has "
+                f"counts {counted(count, 'parameter group')}, param_shapes of the model files has "
                 f"{len(trained[0])}",
                 where=self.root.where,
             )

@@ -31,6 +31,7 @@ from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_op
 from restride.formats.universal._values import read_values
 from restride.layouts.replicated import replicated
 from restride.storage.torch_zip import TorchFiles, open_torch_zip
+from restride.wording import which
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -193,7 +194,8 @@ class _Reader:
         missing = [name for name in trained if name not in names]
         if missing:
             named = ", ".join(map(repr, sorted(missing)[:_MOST_NAMED]))
-            message = f"{len(missing)} of {len(trained)} parameters have no folder: {named}"
+            have = which(len(missing), "has", "have")
+            message = f"{len(missing)} of {len(trained)} parameters {have} no folder: {named}"
             self._tell("error", "missing-file", message, min(missing))
         self._tell_of_lost_states()
 

@@ -43,6 +43,7 @@ from restride.formats.universal._write_optimizer import (
 from restride.formats.universal.reader import FORMAT, LATEST, find_folder, whole_tensor
 from restride.storage.torch_output import FileDraft, TorchOutput
 from restride.storage.torch_zip import TorchFiles
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -218,7 +219,8 @@ def _of_experts(catalog: Catalog) -> Iterator[Finding]:
     names = [t.name for t in catalog.tensors if t.kind == "buffer" and expert_name(t.name)]
     if names:
         message = (
-            f"a universal folder has no place for the {len(names)} buffers of experts, such as "
+            f"a universal folder has no place for {counted(len(names), 'buffer')} of experts, "
+            "such as "
             f"{names[0]!r}: an engine that loads it keeps those that the model starts with"
         )
         yield Finding("warning", "not-carried", message, details={"names": names})
@@ -229,7 +231,8 @@ def _lost_buffers(catalog: Catalog) -> Iterator[Finding]:
     names = [tensor.name for tensor in catalog.tensors if tensor.kind == "buffer"]
     if names:
         message = (
-            f"a universal folder of a pipeline has no place for its {len(names)} buffers, such as "
+            f"a universal folder of a pipeline has no place for {counted(len(names), 'buffer')}, "
+            "such as "
             f"{names[0]!r}: an engine that loads it keeps those that the model starts with"
         )
         yield Finding("warning", "not-carried", message, details={"names": names})

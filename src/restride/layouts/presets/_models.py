@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from restride.errors import RuleError
 from restride.layouts.presets._families import FAMILIES, Family
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -133,7 +134,7 @@ def how_to_write(name: str, *, layout: str = "row") -> str:
 def knows_none(family: Family, names: Collection[str]) -> RuleError:
     some = next(iter(names))
     return RuleError(
-        f"none of the {len(names)} parameters, such as {some!r}, is one that the preset "
+        f"none of {counted(len(names), 'parameter')}, such as {some!r}, is one that the preset "
         f"{family.model_type} cuts",
         remedy=how_to_write(some),
     )

@@ -38,6 +38,7 @@ from restride.layouts.presets._rules import (
     parameters_of,
 )
 from restride.layouts.replicated import replicated
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -206,7 +207,7 @@ def matched_layouts(
     for rule in resolved:
         if shapes and not any(rule.pattern.matches(name) for name in shapes):
             raise RuleError(
-                f"{rule.pattern.text!r} matches none of {len(shapes)} parameters",
+                f"{rule.pattern.text!r} matches none of {counted(len(shapes), 'parameter')}",
                 where=rule.where,
                 remedy=f"they have names such as {next(iter(shapes))!r}",
             )
