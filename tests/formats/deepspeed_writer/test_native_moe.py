@@ -227,13 +227,60 @@ def test_groups_are_those_that_deepspeed_makes_for_the_ranks(counts, numels, bef
         assert own == expected
 
 
+def placed_for(before: int, after: int) -> PlacedNative:
+    """One layer of four experts, each of two tensors, for other ranks."""
+    prefix = "l.deepspeed_moe.experts.deepspeed_experts"
+    names = tuple((f"{prefix}.{n}.up", f"{prefix}.{n}.down") for n in range(4))
+    target = DeepSpeedTarget(1, after, 1, ep=after)
+    layouts = {name: replicated((2,), mesh={"ep": after}) for own in names for name in own}
+    spread = spread_experts(target, is_data_first=False)
+    layer = NativeLayer(0, prefix, 4, names)
+    return PlacedNative((layer,), layouts, before, spread, target, {})
+
+
+def trained(names: list[str]) -> Training:
+    """Which tensors of the experts are trained; the others are frozen."""
+    prefix = "l.deepspeed_moe.experts.deepspeed_experts"
+    group = ParameterGroup(
+        tuple(f"{prefix}.{name}" for name in names), {"name": "ep_size_2", "moe": True}, {}
+    )
+    return replace(read_training(read_catalog(RECORDED / "residual_z1")), groups=(group,))
+
+
+@pytest.mark.parametrize(
+    ("names", "after"),
+    [
+        # The first expert of each of two ranks has a frozen tensor.
+        (["0.up", "1.up", "1.down", "2.up", "3.up", "3.down"], 1),
+        # Every expert has the same one.
+        (["0.up", "1.up", "2.up", "3.up"], 4),
+        (["0.up", "1.up", "2.up", "3.up"], 1),
+    ],
+)
+def test_experts_that_are_trained_in_parts_come_to_ranks_that_have_the_same_parts(names, after):
+    training = trained(names)
+
+    (found,) = placed_for(2, after).retold(training).groups
+
+    assert found.names == training.groups[0].names
+    assert found.settings["name"] == f"ep_size_{after}"
+
+
+def test_experts_that_ranks_would_train_in_different_parts_are_refused():
+    """The model file of the first rank would name what the second one does not have."""
+    training = trained(["0.up", "1.up", "1.down", "2.up", "3.up", "3.down"])
+
+    with pytest.raises(UnsupportedError, match="that rank 1 of 4 holds than of those of rank 0"):
+        placed_for(2, 4).retold(training)
+
+
 @pytest.mark.parametrize(
     ("source", "target", "words"),
     [
         ("residual_z1", (2, 2, 3), "does not train with ZeRO-3; choose --zero 0, 1 or 2"),
         ("residual_z1", (4, 4, 1), "2 experts do not divide over 4 expert-parallel ranks"),
         ("residual_z1", (3, 3, 1), "2 experts do not divide over 3 expert-parallel ranks"),
-        ("frozen_z2", (2, 2, 1), "all experts of 'layers.0.moe"),
+        ("frozen_z2", (2, 2, 1), "parts of them are frozen; choose --ep 1"),
         ("frozen_z2", (2, 2, 2), "with the frozen experts of the first with ZeRO-2"),
     ],
 )

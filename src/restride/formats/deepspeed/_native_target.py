@@ -130,21 +130,47 @@ class PlacedNative:
             if not prefix:
                 found.extend(own)
                 continue
-            held = self._count(prefix) // self.before
-            first = [parts[2] for name in own if (parts := self._parts(name)) and not parts[1]]
-            if prefix in seen or own != [
-                f"{prefix}.{number}.{rest}" for number in range(held) for rest in first
-            ]:
+            known = [parts[1:] for name in own if (parts := self._parts(name))]
+            numbers = [number for number, _ in known]
+            if prefix in seen or numbers != sorted(numbers) or len({*known}) < len(known):
                 raise UnsupportedError(
-                    f"a parameter group does not have all experts of {prefix!r} alike, and one "
-                    "after the other: how an engine with other expert-parallel ranks orders them "
-                    "is not known",
+                    f"a parameter group does not have all experts of {prefix!r} one after the "
+                    "other: how an engine with other expert-parallel ranks orders them is not "
+                    "known",
                     remedy=f"choose --ep {self.before}",
                 )
+            moved = self._regrouped(prefix, known)
             seen.add(prefix)
-            held = self._count(prefix) // self.target.ep
-            found += [f"{prefix}.{number}.{rest}" for number in range(held) for rest in first]
+            found += [f"{prefix}.{number}.{rest}" for number, rest in moved]
         return tuple(found)
+
+    def _regrouped(self, prefix: str, known: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+        """What the first rank of the target has of a layer, where that of the source has these.
+
+        Experts may be trained in other parts, as long as every rank has the same at the same
+        places: model files have the names of the first one, which speak for all.
+
+        Raises:
+            UnsupportedError: They have not.
+        """
+        count = self._count(prefix)
+        before, after = count // self.before, count // self.target.ep
+        full = [
+            (number + first, rest) for first in range(0, count, before) for number, rest in known
+        ]
+        ranks = [
+            [(number - first, rest) for number, rest in full if first <= number < first + after]
+            for first in range(0, count, after)
+        ]
+        other = next((rank for rank, own in enumerate(ranks) if own != ranks[0]), None)
+        if other is not None:
+            raise UnsupportedError(
+                f"a parameter group has other tensors of the experts of {prefix!r} that rank "
+                f"{other} of {self.target.ep} holds than of those of rank 0, whose names speak for "
+                "all ranks in DeepSpeed's files: parts of them are frozen",
+                remedy=f"choose --ep {any_of(sorted({1, self.before}))}",
+            )
+        return ranks[0]
 
     def _everywhere(self, names: Iterable[str], ranks: int) -> Iterator[str]:
         """What all ranks have, where the first one has these: one rank after the other."""
