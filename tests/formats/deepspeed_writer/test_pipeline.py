@@ -637,3 +637,66 @@ def test_steps_that_differ_between_stages_are_refused(tmp_path):
 
     with pytest.raises((UnsupportedError, CorruptError), match="step"):
         converted(tmp_path / "run", tmp_path / "out", pp=1)
+
+
+def set_muon(folder: Path) -> None:
+    """Say that Muon trains all groups: it has them by size."""
+    for file in (folder / "step").glob("*optim_states.pt"):
+
+        def change(root: Any) -> None:
+            base = root["optimizer_state_dict"]["base_optimizer_state"]
+            for group in base["param_groups"]:
+                group["use_muon"] = True
+
+        edit_file(file, change)
+
+
+def by_muon(*named: tuple[int, tuple[int, int]]) -> StageRun:
+    parameters = {f"{n}.weight": whole(shape, 1000 * (n + 1)) for n, shape in named}
+    return stage(parameters, {n: f"{n}." for n, _ in named})
+
+
+def test_muon_sorts_what_every_stage_has(tmp_path):
+    """Of one shape, parameters have the order of the module, whatever stage they were on."""
+    first = by_muon((1, (8, 3)), (0, (6, 3)))
+    second = by_muon((3, (9, 3)), (2, (6, 3)), (4, (6, 3)))
+    write_pipeline(tmp_path / "run", [first, second])
+    set_muon(tmp_path / "run")
+
+    one = converted(tmp_path / "run", tmp_path / "one", pp=1)
+    two = converted(one, tmp_path / "two", pp_layers=[0, 2])
+
+    assert shapes_of(one) == [[[f"{n}.weight" for n in (3, 1, 0, 2, 4)]]]
+    assert shapes_of(two) == shapes_of(tmp_path / "run")
+    for out in (one, two):
+        require_same_states(tmp_path / "run", out)
+
+
+def test_an_order_that_muon_never_made_stays_on_its_stages(tmp_path):
+    write_pipeline(tmp_path / "run", [by_muon((0, (6, 3)), (1, (8, 3))), by_muon((2, (6, 3)))])
+    set_muon(tmp_path / "run")
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        'format = "restride-rules/1"\nrest = "whole"\n'
+        '[[rules]]\nmatch = "*.weight"\nlayout = "column"\n'
+    )
+
+    same = converted(tmp_path / "run", tmp_path / "same", dp=3)
+    assert shapes_of(same) == shapes_of(tmp_path / "run")
+    refused(tmp_path / "run", tmp_path / "out", "given in another order", tp=2, rules=rules)
+
+
+def test_ranks_whose_shards_muon_would_sort_otherwise_are_refused(tmp_path):
+    write_pipeline(tmp_path / "run", [by_muon((1, (5, 3)), (0, (4, 3)))])
+    set_muon(tmp_path / "run")
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        'format = "restride-rules/1"\nrest = "whole"\n'
+        '[[rules]]\nmatch = "*.weight"\nlayout = "column"\n'
+    )
+
+    refused(
+        *(tmp_path / "run", tmp_path / "out", "they would have different orders"),
+        tp=2,
+        rules=rules,
+    )
