@@ -8,6 +8,7 @@ import pytest
 
 from restride import api
 from restride.errors import UnsupportedError
+from restride.testing.gather import gather_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,3 +57,24 @@ def test_a_run_under_zero_init_goes_on_under_it_and_where_there_is_none(
     job |= {"skip": 2, "more": 2}
     assert engine(**job, zero=3, zero_init=True, load=tmp_path / "three") == unbroken
     assert engine(**job, zero=1, load=tmp_path / "one") == unbroken
+
+
+def test_experts_of_muon_go_to_another_stage_and_to_one_rank_and_back(
+    engine: Any, tmp_path: Path
+) -> None:
+    """Every expert-parallel rank has a group of its own experts, which Muon sorted as well."""
+    flat = {**MUON, "zero_optimization": {}}  # with experts the other stages scatter
+    job = {"model": "mixtral", "dtype": "fp32"}
+    source, one, again, back = (tmp_path / name for name in ("source", "one", "again", "back"))
+    three = {"world": 2, "ep": 2, "zero": 3, "config": MUON}
+    unbroken = engine(**job, **three, steps=2, more=2, save=source)[2:]
+
+    api.convert(source, one, to="deepspeed", dp=1, ep=1, zero=1)
+    engine(**job, world=1, ep=1, zero=1, config=flat, load=one, resave=again)
+    api.convert(again, back, to="deepspeed", dp=2, ep=2, zero=3, zero_init=False)
+
+    held, stored = (gather_all(api.open(path)) for path in (again, source))
+    states = [key for key in stored if not key.endswith(("/weight", "/step"))]
+    assert any(key.endswith("experts.w1/momentum_buffer") for key in states)
+    assert all(held[key].tobytes() == stored[key].tobytes() for key in states)
+    assert engine(**job, **three, skip=2, more=2, load=back) == unbroken
