@@ -14,8 +14,8 @@ Engines of other tensor-parallel sizes add in another order, and some of ZeRO-3 
 `unbroken` can only be asked where that is the source's; elsewhere the losses are within one percent
 of it. Everything that can be asked is asked; a cell fails if one of it differs.
 
-The stages of a pipeline (PP) are uniform. Without ZeRO nothing names the states that its engine
-saves, and no engine loads a universal folder: only losses are compared.
+The stages of a pipeline (PP) are uniform. Without ZeRO its engine saves numbers, which are named
+with what is said of tied layers, and no engine loads a universal folder.
 
 Sources with `muon` are trained by DeepSpeed's Muon, which takes other steps without ZeRO; what its
 engine saves there is compared by number. Those with `elastic` have no hyperparameters: for ZeRO-0
@@ -43,6 +43,7 @@ from typing import Any
 
 from restride import api
 from restride.errors import RestrideError
+from restride.formats._registry import open_catalog
 from restride.testing.contents import file_content
 from restride.testing.gather import gather_all
 
@@ -193,6 +194,11 @@ SOURCES = (
     Source("pipeline", Shape(2, 1, 1, pp=2)),
     Source("pipeline_tied", Shape(1, 2, 1, pp=2)),
     Source("pipeline_tied", Shape(1, 2, 1, pp=2), "bf16"),
+    Source("pipeline", Shape(1, 2, 0, pp=2)),
+    Source("pipeline", Shape(2, 1, 0, pp=2)),
+    Source("pipeline_tied", Shape(1, 2, 0, pp=2)),
+    Source("pipeline", Shape(1, 1, 1, pp=2), trained="elastic"),
+    Source("pipeline", Shape(1, 2, 1, pp=2), trained="muon"),
 )
 
 
@@ -232,9 +238,13 @@ class Engine:
 
 def job_of(source: Source, shape: Shape) -> dict[str, Any]:
     if source.model in PIPELINES:
-        precision = {"bf16": {"enabled": True}} if source.dtype == "bf16" else {}
+        config = {"bf16": {"enabled": True}} if source.dtype == "bf16" else {}
+        if source.trained and shape.zero in ELASTIC_STAGES:
+            config |= TRAINED[source.trained]
+            zero = {"stage": shape.zero, **config["zero_optimization"]}
+            config = {**config, "zero_optimization": zero}
         sizes = {"pp": shape.pp, "tp": shape.tp, "dp": shape.dp}
-        layers = {"layers": PIPELINES[source.model], "config": precision}
+        layers = {"layers": PIPELINES[source.model], "config": config}
         return {"pipeline": {**layers, **sizes}, "world": shape.ranks, "zero": shape.zero}
     job = {
         "model": source.model,
@@ -259,10 +269,15 @@ def job_of(source: Source, shape: Shape) -> dict[str, Any]:
 def stages_of(source: Source, shape: Shape) -> dict[str, Any]:
     """What is said of the stages of a target: the engine's are uniform."""
     if shape.pp in {None, source.shape.pp}:
-        return {"pp": shape.pp}
+        return {"pp": shape.pp, "pp_tied": ties_of(source)}
     count = len(PIPELINES[source.model])
-    tied = TIED.get(source.model)
+    tied = TIED.get(source.model, ties_of(source))
     return {"pp": shape.pp, "pp_layers": f"uniform:{count}", "pp_tied": tied}
+
+
+def ties_of(source: Source) -> dict[str, list[int]] | None:
+    """What has to be said of tied layers: without ZeRO, whether there are any."""
+    return TIED.get(source.model, {}) if source.shape.pp and source.shape.zero == 0 else None
 
 
 class Case:
@@ -299,6 +314,7 @@ class Case:
             self._folder / "weights",
             states="all",
             replicas=self._source.replicas,
+            pp_tied=ties_of(self._source),
         )
         self._states = gather_all(api.open(report.out))
         return True
@@ -351,10 +367,8 @@ class Case:
             force=True,
         )
         losses = self._losses(shape, load=str(out), resave=str(again))
-        # Nothing names the states of a pipeline without ZeRO: see docs/formats.md.
-        is_named = shape.pp is None or shape.zero > 0
-        if self._source.replicas == "check" and is_named:
-            if is_unmatched(again):
+        if self._source.replicas == "check":
+            if not shape.pp and is_unmatched(again):
                 require_same_optimizers(out, again)
             else:
                 self._compare_states(again)
@@ -366,11 +380,14 @@ class Case:
         if self._source.trained != "elastic" or shape.zero in ELASTIC_STAGES:
             return None
         file = self._folder / "hyperparameters.json"
-        file.write_text(json.dumps(LEFT_OUT), "utf-8")
+        rate = {"lr": 0.01} if self._source.shape.pp else {}
+        file.write_text(json.dumps([{**LEFT_OUT[0], **rate}]), "utf-8")
         return file
 
     def _compare_states(self, again: Path) -> None:
-        held = gather_all(api.open(again))
+        ties = TIED.get(self._source.model, {}) if self._source.shape.pp else {}
+        tied = {key: tuple(numbers) for key, numbers in ties.items()}
+        held = gather_all(open_catalog(again, tied=tied))
         for key, expected in self._states.items():
             # The weights of a ZeRO-3 engine are its master copies; a tied one has several names.
             if key in held and held[key].tobytes() != expected.tobytes():
@@ -434,6 +451,7 @@ class Case:
                 to="universal",
                 stage=3 if shape.zero == 3 else 1,
                 replicas=self._source.replicas,
+                pp_tied=ties_of(self._source),
             )
             if shape.zero == 3:
                 self._told = {finding.kind for finding in report.findings}
@@ -503,6 +521,9 @@ def targets_of(source: Source) -> tuple[Shape, ...]:
 def is_possible(source: Source, shape: Shape) -> bool:
     """Whether an engine of a pipeline loads such files, and the source says how it is cut."""
     if shape.zero == 0 and source.dtype == "bf16":
+        return False
+    # Muon updates no norm, and the last stage of many has nothing else.
+    if source.trained == "muon" and ((shape.pp or 1) > 2 or shape.zero == 0):
         return False
     return shape.tp in {1, source.shape.tp}
 
