@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -74,3 +77,33 @@ def test_an_engine_with_all_experts_on_every_rank_resumes_from_a_universal_folde
     report = diff(tmp_path / "source", tmp_path / "again")
     assert report.verdict == "same"
     assert float.fromhex(wrong) != pytest.approx(float.fromhex(right), rel=1e-4)
+
+
+# Two parameters of experts, on two and on four ranks, as two processes split them into groups.
+SPLIT = """
+import torch
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+for param, ranks in zip(params[1:], (2, 4)):
+    param.allreduce, param.group_name = False, f"ep_size_{ranks}"
+print(*(group["name"] for group in split({"params": params, "name": "dense"})))
+"""
+
+
+@pytest.mark.thorough
+def test_the_engine_orders_groups_of_several_expert_parallel_sizes_by_chance() -> None:
+    """Ranks that hash otherwise have them in other orders: model files speak for one rank alone."""
+    pytest.importorskip("deepspeed")
+
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", SPLIT],
+            env={**os.environ, "PYTHONHASHSEED": seed, "DS_ACCELERATOR": "cpu"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()[-1]
+        for seed in ("0", "1")
+    ]
+
+    assert said == ["dense ep_size_2 ep_size_4", "dense ep_size_4 ep_size_2"]
