@@ -340,11 +340,11 @@ class Case:
     def _adds_alike(self, shape: Shape) -> bool:
         """Whether an engine of that shape adds in the order of the source's."""
         mine = self._source.shape
-        if mine.pp:  # what a stage adds up does not depend on the others
-            return shape.tp == mine.tp
         # Muon takes other steps without ZeRO, and its products round otherwise in other buffers.
         if self._source.trained == "muon" and (shape.zero == 0 or shape.dp != mine.dp):
             return False
+        if mine.pp:  # what a stage adds up does not depend on the others
+            return shape.tp == mine.tp
         return (shape.tp, shape.ep, shape.zero == 3) == (mine.tp, mine.ep, mine.zero == 3)
 
     def _sharded(self, shape: Shape, same: list[str]) -> list[str]:
