@@ -18,6 +18,7 @@ from restride.testing.documents import links_of
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
 SECTIONS = re.split(r"^## `(.*)`$", PAGE.read_text("utf-8"), flags=re.MULTILINE)
 BY_HEADING = dict(zip(SECTIONS[1::2], SECTIONS[2::2], strict=True))
+SAID_DEFAULT = re.compile(r"Default: (\w+)[.,]|(\w+)(?: alone| and refuse)? \(default\)")
 
 
 def command_of(heading: str) -> click.Command:
@@ -42,6 +43,12 @@ def options_in(text: str) -> set[str]:
     return {word for cell in cells for word in re.findall(r"`(--?[a-z-]+)", cell)}
 
 
+def defaults_in(text: str) -> dict[str, str]:
+    """Default of each option whose row says a value, not words."""
+    rows = re.findall(r"^\| `(--[a-z-]+).*?` \| `?([\w.]+)`? \| ", text, re.MULTILINE)
+    return {option: default for option, default in rows if default != "none"}
+
+
 def test_every_command_has_a_section() -> None:
     named = {[*heading.split(), ""][1] for heading in BY_HEADING}
 
@@ -53,6 +60,27 @@ def test_a_section_has_each_option_of_its_command(heading: str) -> None:
     shown = options_in(BY_HEADING[heading]) - {"-h", "--help"}
 
     assert shown == options_of(command_of(heading))
+
+
+def test_a_default_is_the_one_that_the_help_of_the_command_says() -> None:
+    compared = set()
+    for heading, text in BY_HEADING.items():
+        options = {
+            name: option
+            for option in command_of(heading).params
+            if isinstance(option, click.Option)
+            for name in option.opts
+        }
+        for name, default in defaults_in(text).items():
+            known = options[name].default
+            if isinstance(known, str | float):
+                assert default in (known, f"{known:g}" if isinstance(known, float) else known)
+            else:
+                said = SAID_DEFAULT.findall(options[name].help or "")
+                assert default in {word for pair in said for word in pair}, (heading, name)
+            compared.add(name)
+
+    assert compared >= {"--max-shard-size", "--wait", "--to", "--replicas", "--rtol", "--states"}
 
 
 @pytest.mark.parametrize("heading", BY_HEADING)
