@@ -45,8 +45,9 @@ def options_in(text: str) -> set[str]:
 
 def defaults_in(text: str) -> dict[str, str]:
     """Default of each option whose row says a value, not words."""
-    rows = re.findall(r"^\| `(--[a-z-]+).*?` \| `?([\w.]+)`? \| ", text, re.MULTILINE)
-    return {option: default for option, default in rows if default != "none"}
+    return dict(
+        re.findall(r"^\| `(--[a-z-]+)[^|]*` \| `?(\d+|(?<=`)\w+)`? \| ", text, re.MULTILINE)
+    )
 
 
 def test_every_command_has_a_section() -> None:
