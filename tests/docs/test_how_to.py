@@ -10,11 +10,13 @@ import pytest
 
 from restride import api
 from restride.testing.command_line import run
-from restride.testing.documents import links_of, matches, sessions_of
+from restride.testing.documents import blocks_of, links_of, matches, sessions_of
 
 LLAMA = '{"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4}'
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"
-PIPELINE = Path(__file__).resolve().parents[1] / "data" / "deepspeed_pipeline" / "tied_z1"
+DATA = Path(__file__).resolve().parents[1] / "data"
+PIPELINE = DATA / "deepspeed_pipeline" / "tied_z1"
+LORA = DATA / "deepspeed_lora" / "z2"
 
 
 def as_the_trainer_leaves_it(source: Path, folder: Path) -> None:
@@ -48,6 +50,10 @@ def of_two_stages(_source: Path, folder: Path) -> None:
     shutil.copytree(PIPELINE, folder, ignore=shutil.ignore_patterns("reference_*"))
 
 
+def of_adapters(_source: Path, folder: Path) -> None:
+    shutil.copytree(LORA, folder, ignore=shutil.ignore_patterns("reference"))
+
+
 SETTINGS = {
     "safetensors.md": ("llama_tp1dp2_z3", "checkpoint-500", as_the_trainer_leaves_it),
     "fewer-gpus.md": ("llama_tp1dp2_z2", "checkpoint", shutil.copytree),
@@ -56,6 +62,7 @@ SETTINGS = {
     "replicas.md": ("gptbigcode_tp2_z1", "checkpoint", shutil.copytree),
     "several-machines.md": ("llama_tp2_z1", "checkpoint", shutil.copytree),
     "pipeline-stages.md": ("", "checkpoint", of_two_stages),
+    "lora.md": ("", "checkpoint-500", of_adapters),
     "wrong-loss.md": ("llama_tp1dp2_z1", "checkpoint", beside_an_earlier_save),
 }
 # What a page shows that exits with 1.
@@ -85,3 +92,25 @@ def test_every_command_of_a_page_writes_what_the_page_shows(
 def test_every_link_of_a_page_to_a_file_resolves(page: str) -> None:
     for target in links_of(PAGES / page):
         assert (PAGES / target).exists(), target
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("options", [(), ("--max-shard-size", "100")])
+def test_what_the_page_takes_out_of_adapters_is_what_peft_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    torch = pytest.importorskip("torch")
+    (program,) = (
+        block.text for block in blocks_of(PAGES / "lora.md") if block.language == "python"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert run("convert", str(LORA), "weights", *options).code == 0
+
+    exec(program, {})  # noqa: S102 - the page says it
+
+    made = library.load_file("adapter/adapter_model.safetensors")
+    saved = library.load_file(LORA / "reference" / "adapter_model.safetensors")
+    assert made.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in made.items())
+    assert len(made) == 4
