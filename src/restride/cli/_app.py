@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 import click
 
 from restride import __version__
 from restride.cli.exits import ExitCode
 from restride.cli.nearest import closest, meant
-from restride.cli.output import printable
+from restride.cli.output import tell
+from restride.cli.signals import sigterm_interrupts
 from restride.errors import RestrideError, StoppedError
 
 if TYPE_CHECKING:
@@ -104,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _make_writable()
     code = ExitCode.FAILED
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        with sigterm_interrupts():
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
     except click.ClickException as error:
         sentence = _usage_sentence(error)
     except StoppedError as error:
@@ -120,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         notes: list[str] = getattr(error, "__notes__", [])
         sentence, code = "; ".join(("interrupted", *notes)), ExitCode.INTERRUPTED
-    sys.stderr.write(f"restride: {printable(sentence)}\n")
+    tell(sentence)
     return code
 
 
@@ -147,10 +150,19 @@ def _run(words: list[str]) -> int:
     except click.exceptions.Exit as done:
         return done.exit_code
     except BrokenPipeError:
+        if not _is_unread(sys.stdout):
+            raise  # of a pipe between processes, say: the work is not done
         # The reader of a pipe has seen enough. Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
     return result if isinstance(result, int) else ExitCode.OK
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether the reader of a pipe is gone."""
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _usage_sentence(error: click.ClickException) -> str:

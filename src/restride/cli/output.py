@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["Cell", "Column", "Page", "Tone", "open_page", "printable", "write_json"]
+__all__ = ["Cell", "Column", "Page", "Tone", "open_page", "printable", "tell", "write_json"]
 
 Tone: TypeAlias = Literal["", "bold", "dim", "good", "bad", "warn"]
 
@@ -113,6 +114,19 @@ def printable(text: str) -> str:
         letter if letter.isprintable() else letter.encode("unicode_escape").decode()
         for letter in text
     )
+
+
+def tell(sentence: str) -> None:
+    """Write a line to standard error.
+
+    Whoever reads it may be gone, as `tee` is after the first ^C: that ends no work, and changes no
+    exit code.
+    """
+    try:
+        sys.stderr.write(f"restride: {printable(sentence)}\n")
+        sys.stderr.flush()
+    except BrokenPipeError:  # what stays in the buffer would be written, and fail, at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def write_json(value: object) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final, Self
 
+from restride.cli.output import printable, tell
 from restride.cli.sizes import format_duration, format_rate, format_size
 
 if TYPE_CHECKING:
@@ -73,12 +74,11 @@ class LineProgress:
         self._reported = now
         seconds = now - self._started
         left = seconds * (self._total_nbytes - event.done_nbytes) / event.done_nbytes
-        sys.stderr.write(
-            f"restride: {self._verb} {event.tensor}: "
+        tell(
+            f"{self._verb} {event.tensor}: "
             f"{format_size(event.done_nbytes)} of {format_size(self._total_nbytes)}, "
-            f"{format_rate(event.done_nbytes, seconds)}, {format_duration(left)} left\n"
+            f"{format_rate(event.done_nbytes, seconds)}, {format_duration(left)} left"
         )
-        sys.stderr.flush()
 
     def on_drift(self, event: ReplicaDrift, /) -> None:
         """Leave it to the report, which lists every drift once."""
@@ -88,12 +88,7 @@ class LineProgress:
 
     def on_notice(self, event: Notice, /) -> None:
         """Write it."""
-        _write_notice(event)
-
-
-def _write_notice(event: Notice) -> None:
-    sys.stderr.write(f"restride: {event.message}\n")
-    sys.stderr.flush()
+        tell(event.message)
 
 
 class BarProgress:
@@ -155,6 +150,6 @@ class BarProgress:
     def on_notice(self, event: Notice, /) -> None:
         """Write it above the bar."""
         if self._progress is None:
-            _write_notice(event)
+            tell(event.message)
         else:
-            self._progress.console.print(f"restride: {event.message}", markup=False)
+            self._progress.console.print(f"restride: {printable(event.message)}", markup=False)

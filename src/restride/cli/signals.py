@@ -1,21 +1,40 @@
-"""^C and SIGTERM stop long work at the end of a step; a second one ends the process at once."""
+"""^C and SIGTERM stop long work at the end of a step; a second one ends the process at once.
+
+What has no steps to keep, such as a check, they end at once, with the same exit code.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["stop_on_signals"]
+__all__ = ["sigterm_interrupts", "stop_on_signals"]
 
 _STOPPING: Final = (signal.SIGINT, signal.SIGTERM)
 _TOLD: Final = b"restride: stopping at the end of a step; once more to end at once\n"
+_ENDED: Final = b"restride: ended at once; run it again with --resume\n"
+# The bar of a terminal hides the cursor; a process that is ended has no time to take it away.
+_CURSOR: Final = b"\r\x1b[K\x1b[?25h"
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM end the block as ^C does: with a KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may say what a signal does
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -30,11 +49,13 @@ def stop_on_signals(*, is_told: bool = True) -> Iterator[threading.Event]:
     def handle(number: int, frame: FrameType | None) -> None:
         del frame
         if stop.is_set():
+            if is_told:
+                _write(_CURSOR + _ENDED if os.isatty(2) else _ENDED)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         stop.set()
         if is_told:
-            os.write(2, _TOLD)  # whoever is interrupted may be in the middle of writing to stderr
+            _write(_TOLD)
 
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may say what a signal does
@@ -45,3 +66,13 @@ def stop_on_signals(*, is_told: bool = True) -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _write(line: bytes) -> None:
+    """Write to standard error from a handler.
+
+    Whoever is interrupted may be in the middle of writing there, and whoever reads it, such as
+    `tee`, may have ended at the same ^C.
+    """
+    with suppress(OSError):
+        os.write(2, line)
