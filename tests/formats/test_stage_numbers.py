@@ -31,8 +31,14 @@ class Pipeline:
     """A pipeline as an engine builds it: every layer with its module, dealt out to stages."""
 
     def __init__(
-        self, kinds: list[int | None], keys: list[str], functions: set[int], starts: list[int]
+        self,
+        kinds: list[int | None],
+        keys: list[str],
+        functions: set[int],
+        starts: list[int],
+        frozen: frozenset[int] = frozenset(),
     ) -> None:
+        self.frozen = frozen
         self.kinds, self.keys, self.starts = kinds, keys, starts
         self.functions = functions
         self.ties: dict[str, tuple[int, ...]] = {}
@@ -64,6 +70,16 @@ class Pipeline:
             for key, shape in self.shapes(n).items()
         }
 
+    def trained(self, stage: int) -> dict[str, tuple[int, ...]]:
+        """Those of them that have a number."""
+        first = {key: numbers[0] for key, numbers in self.ties.items()}
+        layer = {f"tied_modules.{key}": number for key, number in first.items()}
+        return {
+            name: shape
+            for name, shape in self.module(stage).items()
+            if int(layer.get(name.rpartition(".")[0], name.partition(".")[0])) not in self.frozen
+        }
+
     @property
     def layers(self) -> list[LayerShapes]:
         return [
@@ -76,7 +92,7 @@ class Pipeline:
         """What the optimizers number: all, or matrices and vectors in groups of their own."""
         made = []
         for stage in range(len(self.starts)):
-            shapes = list(self.module(stage).values())
+            shapes = list(self.trained(stage).values())
             split = [[s for s in shapes if len(s) in sizes] for sizes in groups or [{1, 2}]]
             slots = tuple(
                 tuple(Slot(f"a {shape}", frozenset({shape})) for shape in own)
@@ -90,7 +106,7 @@ class Pipeline:
         """The name of every number."""
         made = []
         for stage in range(len(self.starts)):
-            module = self.module(stage)
+            module = self.trained(stage)
             split = [[n for n, s in module.items() if len(s) in own] for own in groups or [{1, 2}]]
             made.append(tuple(tuple(own) for own in split if own))
         return made
@@ -115,7 +131,8 @@ def pipelines(draw: DrawFn) -> tuple[Pipeline, list[set[int]] | None]:
     made = Pipeline(kinds, keys, set(), starts)
     later = [n for numbers in made.ties.values() for n in numbers[1:]]
     functions = draw(st.sets(st.sampled_from(later))) if later else set()
-    made = Pipeline(kinds, keys, functions, starts)
+    frozen = draw(st.frozensets(st.integers(0, count - 1), max_size=2))
+    made = Pipeline(kinds, keys, functions, starts, frozen)
     groups = draw(st.sampled_from([None, None, [{2}, {1}]]))
     return made, groups
 
@@ -147,8 +164,6 @@ SEEN: Counter[str] = Counter()
 def test_numbers_get_their_own_names_or_none(drawn):
     """Told of its ties, a pipeline is never taken for another one; untold, it is known or not."""
     pipeline, groups = drawn
-    if not all(pipeline.module(stage) for stage in range(len(pipeline.starts))):
-        return  # no optimizer trains nothing
     stages, truth = pipeline.numbered(groups), pipeline.names(groups)
 
     told = number_stages(pipeline.layers, stages, pipeline.ties)
@@ -200,6 +215,70 @@ def test_two_layers_alike_on_a_stage_may_be_tied_and_nothing_else_tells():
 
     assert isinstance(found, Unmatched)
     assert "convert with --pp-tied none" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("kinds", "stages"),
+    [
+        # Layer 0 or layer 1, and one of them is frozen.
+        ((4, 4, 0, 4), [stage((2, 2)), stage((5, 2))]),
+        # All of the last layer is frozen, or the last stage is of layers without parameters.
+        ((4, 4, 4), [stage((2, 2)), stage((2, 2)), stage()]),
+        # Layers 0 and 1, or 1 and 2.
+        ((4, 1, 4), [stage((2, 2), (2,), (2,)), stage()]),
+    ],
+)
+def test_one_of_several_layers_alike_is_not_the_one_that_happens_to_fit(kinds, stages):
+    found = number_stages(layers(*kinds), stages, {})
+
+    assert isinstance(found, Unmatched)
+    assert "fits several runs of layers, or some of their parameters are frozen" in found.reason
+
+
+def test_a_stage_without_parameters_has_no_layer():
+    assert number_stages(layers(0, 1), [stage((5, 2)), stage(), stage((2,), (2,))], {}) == (
+        ("0.weight",),
+        (),
+        ("1.weight", "1.bias"),
+    )
+
+
+def test_numbers_without_a_shape_are_those_of_all_layers_in_their_order():
+    """What never had a step, or has no states, is there all the same."""
+    slots = (Slot("a", None), Slot("b", None))
+    stages = [NumberedStage(((slots,),), frozenset()), NumberedStage(((slots[:1],),), frozenset())]
+
+    assert number_stages(layers(4, 4, 4), stages, {}) == (("0.weight", "1.weight"), ("2.weight",))
+    assert isinstance(number_stages(layers(4, 4, 4, 4), stages, {}), Unmatched)
+
+
+def test_what_muon_sorts_is_not_named_where_nothing_is_told():
+    """A tied module is not at the first place then, and could be anywhere."""
+    slots = (Slot("a", frozenset({(5, 2)})), Slot("b", frozenset({(2, 2)})))
+    sorted_stage = NumberedStage(((slots,),), frozenset(), (0,))
+
+    assert isinstance(number_stages(layers(0, 4), [sorted_stage], None), Unmatched)
+    assert number_stages(layers(4, 0), [sorted_stage], {}) == (("0.weight", "1.weight"),)
+
+
+def test_pipelines_of_any_size_are_known_or_refused_at_once():
+    """Neither the depth of a stage nor what may be frozen makes the search long."""
+    deep, runs = layers(*[2] * 1500), [stage(*BLOCK * 15) for _ in range(100)]
+    shapeless = NumberedStage((((Slot("a", None),) * 5,),), frozenset())
+
+    for told in (None, {}):
+        for stages in (runs, [stage(*BLOCK * 1500)]):
+            assert isinstance(number_stages(deep, stages, told), Unmatched) == (told is None)
+    refused = number_stages(deep, [shapeless] * 100, {})
+
+    assert isinstance(refused, Unmatched)
+    assert "more runs of layers fit the stages than can be tried" in refused.reason
+
+
+def test_a_buffer_of_a_number_that_is_too_long_is_of_no_layer():
+    buffers = frozenset({"9" * 5000 + ".seen"})
+
+    assert number_stages(layers(0), [stage((5, 2), buffers=buffers)], {}) == (("0.weight",),)
 
 
 def test_names_of_buffers_say_of_which_layers_they_are():

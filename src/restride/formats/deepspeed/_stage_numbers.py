@@ -5,37 +5,47 @@ that the files of a stage say how many parameters it has, of what shapes and in 
 not which layers they are of. A module has its tied modules first, in the order of their first use,
 and then its layers, and stages are runs of layers. So once it is told which layers are tied, every
 cut of the layers into stages is tried, and all that fit have to give every number the same name.
+Frozen parameters may have no number: a run of layers with more parameters than a stage numbers
+fits as well, and which of them are trained is only known where shapes tell.
 
 Where nothing is told, every module may be tied: to a layer of the stage, or to one that uses it
-through a function and has no file. All orders that this leaves are tried as well, and the numbers
-are named where there is only the one in which nothing is tied.
+through a function and has no file. The numbers are named where no module but the next one of the
+stage could be the next that is tied: then none is on two stages, as many numbers as parameters
+leave none out, and the layers have their own order.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
 from restride.formats.deepspeed._stage_layers import TIED, tied_prefix
+from restride.formats.deepspeed._stage_proof import Tied, Tokens, most_alike, none_can_be_tied
+from restride.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from restride.algebra.layout import Shape
 
 __all__ = ["LayerShapes", "NumberedStage", "number_stages"]
 
-# Orders that are looked at before nothing is proved; every step is a comparison of shapes.
-_MOST_STEPS: Final = 200_000
+# Comparisons of shapes before nothing is proved.
+_MOST_STEPS: Final = 1_000_000
+_MOST_DIGITS: Final = 7
 _ASKED: Final = (
     "the tied layers of a pipeline have the first numbers of their stage, and nothing says which "
     "layers are tied: convert with --pp-tied none if none are, or name all layers that use a tied "
     "module, as --pp-tied {key}=0,{last}"
 )
-_Names = tuple[tuple[str | None, ...], ...]
+_Names: TypeAlias = tuple[tuple[str | None, ...], ...]
+# What is counted: parameters of a shape on the first tensor-parallel rank, or under None all.
+_Key: TypeAlias = "Shape | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,13 @@ class NumberedStage:
         return sum(map(len, self.ranks[0]))
 
     @property
-    def tokens(self) -> list[tuple[Shape, ...]] | None:
+    def shapes(self) -> Counter[Shape | None]:
+        """How much of each shape is numbered at least, and under None how much in all."""
+        known = (_shape(slot) for group in self.ranks[0] for slot in group)
+        return Counter({None: self.count}) + Counter(own for own in known if own is not None)
+
+    @property
+    def tokens(self) -> Tokens | None:
         """Shapes of one group on all ranks; None where there are several, or shapes not known."""
         if any(len(groups) != 1 for groups in self.ranks):
             return None
@@ -82,7 +98,7 @@ class NumberedStage:
             if len(known) < len(shapes):
                 return None
             found.append(known)
-        return found
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +109,20 @@ class _Span:
         begin: Its first layer, among those with parameters.
         end: The first behind it.
         order: Names of the module.
-        names: What is numbered: every way that fits.
+        names: What is numbered; None where it may be this or that.
+        problem: Why.
     """
 
     begin: int
     end: int
     order: tuple[str, ...]
-    names: frozenset[_Names]
+    names: _Names | None
+    problem: str = ""
 
     @property
     def numbered(self) -> frozenset[str | None]:
-        """Everything that has a number."""
-        return frozenset(name for names in self.names for own in names for name in own)
+        """Everything that is known to have a number."""
+        return frozenset(name for own in self.names or () for name in own)
 
 
 def number_stages(
@@ -141,21 +159,19 @@ def number_stages(
     problem = search.problem()
     if problem is not None:
         return problem
-    spans = search.spans(search.plain)
-    if isinstance(spans, int):
-        return search.unfitting(spans)
-    spans = [search.trained_alike(own, spans) for own in spans]
-    if not all(spans):
-        return search.unfitting([bool(own) for own in spans].index(False))
-    for stage, own in enumerate(spans):
-        if len({names for span in own for names in span.names}) > 1:
-            return Unmatched(
-                f"what stage {stage} numbers fits several runs of layers, and nothing says which "
-                "of them it has"
-            )
-    if told is None and not search.is_proved(spans):
-        return search.asked()
-    return tuple(own[0].order for own in spans)
+    try:
+        return search.names()
+    except _TooManyError:
+        return Unmatched("more runs of layers fit the stages than can be tried")
+
+
+def _way(spans: Sequence[Sequence[_Span]]) -> Iterator[_Span]:
+    """One run of layers after the other, where every one is on a way through all stages."""
+    begin = 0
+    for own in spans:
+        span = next(span for span in own if span.begin == begin)
+        begin = span.end
+        yield span
 
 
 @dataclass(slots=True)
@@ -165,10 +181,27 @@ class _Module:
     number: int
     prefix: str
     shapes: Mapping[str, tuple[Shape, ...]]
-    tokens: list[tuple[Shape, ...]] = field(default_factory=list)
+    tokens: Tokens = ()
+    counted: Counter[_Key] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.shapes.values())
+        self.tokens = tuple(self.shapes.values())
+        self.counted = Counter({None: len(self.tokens)}) + Counter(own[0] for own in self.tokens)
+
+
+class _Places:
+    """How many parameters are in each place of a row."""
+
+    def __init__(self, row: Sequence[Counter[_Key]]) -> None:
+        self._places: dict[_Key, list[int]] = defaultdict(list)
+        for place, counter in enumerate(row):
+            for key, number in counter.items():
+                self._places[key] += [place] * number
+
+    def count(self, key: _Key, begin: int) -> int:
+        """Those of a shape from a place on."""
+        places = self._places.get(key, ())
+        return len(places) - bisect_left(places, begin)
 
 
 class _Search:
@@ -193,10 +226,12 @@ class _Search:
         }
         self._numbers = sorted(self._modules)
         named = chain.from_iterable(stage.buffers for stage in stages)
-        first = (name.partition(".")[0] for name in named)
-        self._apart = {int(text) for text in first if text.isdecimal()}
+        first = {name.partition(".")[0] for name in named}
+        self._apart = {int(text) for text in first if text.isdecimal() and len(text) < _MOST_DIGITS}
+        self._needed = [stage.shapes for stage in stages]
+        self._needs = _Places(self._needed)
+        self._holds = _Places([self._modules[number].counted for number in self._numbers])
         self._steps = 0
-        self._misfits: dict[int, str] = {}
 
     def _tied(self, key: str, numbers: Sequence[int]) -> _Module | None:
         for number in numbers:
@@ -242,26 +277,79 @@ class _Search:
         key = prefixes[0].removeprefix(TIED).rstrip(".") if prefixes else "embed"
         return Unmatched(_ASKED.format(key=key, last=max(self._files, default=0) + 1))
 
-    def unfitting(self, stage: int) -> Unmatched:
+    def unfitting(self, stage: int, why: str = "") -> Unmatched:
         """Nothing fits what a stage numbers."""
         if self._told is None:
             return self.asked()
-        said = ", ".join(f"{key}={','.join(map(str, n))}" for key, n in self._told.items())
-        why = self._misfits.get(stage)
         return Unmatched(
-            f"no run of layers fits the {self._stages[stage].count} parameters that stage {stage} "
-            f"numbers, with --pp-tied {said or 'none'}{f' ({why})' if why else ''}"
+            f"no run of layers fits {counted(self._stages[stage].count, 'parameter')} that stage "
+            f"{stage} numbers, with --pp-tied {self._said}{f' ({why})' if why else ''}"
         )
 
-    def spans(self, fitting: Callable[[int, int], Iterator[_Span]]) -> list[list[_Span]] | int:
+    def _lacking(self) -> Unmatched | None:
+        """The layers have too few parameters for all stages, however they are cut."""
+        for key in [*sorted({*chain(*self._needed)} - {None}, key=str), None]:
+            needed, held = self._needs.count(key, 0), self._holds.count(key, 0)
+            if held < needed:
+                shape = "" if key is None else f" of shape {key}"
+                return Unmatched(
+                    f"no run of layers fits: all stages number {counted(needed, 'parameter')}"
+                    f"{shape}, and the layers have {held}, with --pp-tied {self._said}"
+                )
+        return None
+
+    @cached_property
+    def _said(self) -> str:
+        told = (self._told or {}).items()
+        return " ".join(f"{key}={','.join(map(str, n))}" for key, n in told) or "none"
+
+    def several(self, stage: int) -> Unmatched:
+        """It is not known what a stage numbers."""
+        if self._told is None:
+            return self.asked()
+        return Unmatched(
+            f"what stage {stage} numbers fits several runs of layers, or some of their parameters "
+            "are frozen, and nothing says which"
+        )
+
+    def names(self) -> tuple[tuple[str, ...], ...] | Unmatched:
+        """The names of the module of every stage, or why they are not known."""
+        lacking = self._lacking()
+        if lacking is not None:
+            return self.asked() if self._told is None else lacking
+        spans = self.spans()
+        if isinstance(spans, int):
+            return self.unfitting(spans)
+        for stage, own in enumerate(spans):
+            if all(span.names is None for span in own):
+                return self.unfitting(stage, own[0].problem)
+            if len({span.names for span in own}) > 1:
+                return self.several(stage)
+        way = list(_way(spans))
+        if self._told is None and not self.is_proved(way):
+            return self.asked()
+        return tuple(span.order for span in way)
+
+    def spans(self) -> list[list[_Span]] | int:
         """Runs of layers that fit each stage and are on a way through all; else a stage of none."""
-        reached, forward = {0}, []
+        reached, found = {0}, list[list[_Span]]()
         for stage in range(len(self._stages)):
-            forward.append([own for begin in sorted(reached) for own in fitting(stage, begin)])
+            found.append([own for begin in sorted(reached) for own in self._fitting(stage, begin)])
+            reached = {own.end for own in found[-1]}
+            if not reached:
+                return stage
+        spans = self._on_a_way(found)
+        return spans if isinstance(spans, int) else self._on_a_way(_trained_alike(spans))
+
+    def _on_a_way(self, spans: Sequence[Sequence[_Span]]) -> list[list[_Span]] | int:
+        """Those that are left of runs of layers where each has to follow another one."""
+        reached, forward = {0}, list[list[_Span]]()
+        for stage, own_spans in enumerate(spans):
+            forward.append([own for own in own_spans if own.begin in reached])
             reached = {own.end for own in forward[-1]}
             if not reached:
                 return stage
-        ends, found = {len(self._numbers)}, []
+        ends, found = {len(self._numbers)}, list[list[_Span]]()
         for own_spans in reversed(forward):
             found.append([own for own in own_spans if own.end in ends])
             ends = {own.begin for own in found[-1]}
@@ -269,128 +357,94 @@ class _Search:
                 return len(self._stages) - 1
         return found[::-1]
 
-    def trained_alike(self, own: Sequence[_Span], stages: Sequence[Sequence[_Span]]) -> list[_Span]:
-        """Runs of layers with tied modules that are trained where other stages train them."""
-        trained = {name for spans in stages for span in spans for name in span.numbered}
-        tied = {name for name in trained if name is not None and name.startswith(TIED)}
-        return [span for span in own if tied.intersection(span.order) <= span.numbered]
-
-    def plain(self, stage: int, begin: int) -> Iterator[_Span]:
-        """Runs of layers from `begin` on that fit a stage, with ties as told."""
-        slots = self._stages[stage]
-        groups = slots.ranks[0]
-        shapes = [_shape(slot) for own in groups for slot in own]
-        needed = Counter(shape for shape in shapes if shape is not None)
-        missing = Counter(needed)
+    def _fitting(self, stage: int, begin: int) -> Iterator[_Span]:
+        """Runs of layers from `begin` on that have what a stage numbers, with ties as told."""
+        missing = Counter(self._needed[stage])
+        unmet = len(missing)
         modules: dict[str, _Module] = {}
-        count = 0
-        for end in range(begin + 1, len(self._numbers) + 1):
-            module = self._modules[self._numbers[end - 1]]
-            if module.prefix not in modules:
-                modules[module.prefix] = module
-                count += len(module.tokens)
-                missing.subtract(token[0] for token in module.tokens)
-            if any(missing[shape] > 0 for shape in needed):
-                continue
-            fit = self._fit(stage, _ordered(modules))
-            if fit is not None:
-                order, names = fit
-                yield _Span(begin, end, order, frozenset({names}))
-            elif count > slots.count and any(missing[shape] < 0 for shape in needed):
-                return
+        for end in range(begin, len(self._numbers) + 1):
+            if end > begin:
+                module = self._modules[self._numbers[end - 1]]
+                self._count(1 + len(module.counted))
+                if not all(self._leaves(stage, end, key) for key in module.counted):
+                    return  # nor do longer runs
+                if module.prefix not in modules:
+                    modules[module.prefix] = module
+                    unmet -= sum(0 < missing[key] <= n for key, n in module.counted.items())
+                    missing.subtract(module.counted)
+            if not unmet:
+                yield self._span(stage, begin, end, _ordered(modules))
 
-    def _fit(self, stage: int, modules: Sequence[_Module]) -> tuple[tuple[str, ...], _Names] | None:
-        """The names of what is numbered, if the module is of these, in this order."""
-        slots = self._stages[stage]
+    def _leaves(self, stage: int, end: int, key: _Key) -> bool:
+        """Whether enough parameters are left to the stages behind, if one has those up to here."""
+        return self._holds.count(key, end) >= self._needs.count(key, stage + 1)
+
+    def _span(self, stage: int, begin: int, end: int, modules: Sequence[_Module]) -> _Span:
         named = {f"{m.prefix}{key}": own for m in modules for key, own in m.shapes.items()}
+        self._count(len(named) * len(self._stages[stage].ranks))
+        fit = self._fit(stage, named)
+        if isinstance(fit, Unmatched):
+            return _Span(begin, end, tuple(named), None, fit.reason)
+        return _Span(begin, end, tuple(named), fit)
+
+    def _fit(self, stage: int, named: Mapping[str, tuple[Shape, ...]]) -> _Names | Unmatched:
+        """The names of what is numbered, if the module has these, in this order."""
+        slots = self._stages[stage]
         found: set[_Names] = set()
         for tp, groups in enumerate(slots.ranks):
             candidates = [Candidate(name, own[tp], shape=own[tp]) for name, own in named.items()]
             matched = match(candidates, groups, [None] * len(groups), slots.by_muon)
             if not isinstance(matched, Matched):
-                self._misfits.setdefault(stage, matched.reason)
-                return None
+                return matched
             found.add(matched.names)
-        return (tuple(named), found.pop()) if len(found) == 1 else None
+        if len(found) > 1:
+            return Unmatched("its tensor-parallel ranks number different parameters")
+        return found.pop()
 
-    def is_proved(self, plain: Sequence[Sequence[_Span]]) -> bool:
+    def is_proved(self, way: Sequence[_Span]) -> bool:
         """Whether nothing but what nothing is tied in fits."""
         if self._apart.issuperset(self._modules):
             return True
-        if any(stage.tokens is None for stage in self._stages):
-            return False
-        try:
-            spans = self.spans(self._any_order)
-        except _TooManyError:
-            return False
-        wanted = [{names for span in own for names in span.names} for own in plain]
-        return not isinstance(spans, int) and wanted == [
-            {names for span in own for names in span.names} for own in spans
-        ]
+        stages: list[tuple[Tokens, list[Tied]]] = []
+        for stage, span in zip(self._stages, way, strict=True):
+            tokens = stage.tokens
+            if tokens is None or stage.by_muon or span.names != (span.order,):
+                return False
+            own = self._numbers[span.begin : span.end]
+            stages.append((tokens, [self._tied_or_not(number) for number in own]))
+        modules = [self._tied_or_not(number) for number in self._numbers]
+        self._count(sum(len(tokens) for tokens, _ in stages) * most_alike(modules))
+        return none_can_be_tied(stages, modules)
 
-    def _any_order(self, stage: int, begin: int) -> Iterator[_Span]:
-        tokens = self._stages[stage].tokens or []
-        known = {*tokens}
-        for end in range(begin, len(self._numbers) + 1):
-            own = [self._modules[number] for number in self._numbers[begin:end]]
-            if own and not known.issuperset(own[-1].tokens):
-                return  # nor will any longer run fit
-            names: set[_Names] = set()
-            for modules in self._orders(tokens, own):
-                names.add((tuple(f"{m.prefix}{key}" for m in modules for key in m.shapes),))
-                if len(names) > 1:
-                    break
-            if names:
-                yield _Span(begin, end, (), frozenset(names))
+    def _tied_or_not(self, number: int) -> Tied:
+        return Tied(self._modules[number].tokens, number not in self._apart)
 
-    def _orders(
-        self,
-        tokens: Sequence[tuple[Shape, ...]],
-        own: Sequence[_Module],
-        first: tuple[_Module, ...] = (),
-        place: int = 0,
-    ) -> Iterator[tuple[_Module, ...]]:
-        """Modules whose shapes are those, some of all layers first, and then the rest of `own`."""
-        self._count()
-        left = [module for module in own if module not in first]
-        for rest in self._rests(tokens, left, first, place):
-            yield (*first, *rest)
-        for number in self._numbers:
-            module = self._modules[number]
-            stop = place + len(module.tokens)
-            is_free = module not in first and number not in self._apart
-            if is_free and tokens[place:stop] == module.tokens:
-                yield from self._orders(tokens, own, (*first, module), stop)
-
-    def _rests(
-        self,
-        tokens: Sequence[tuple[Shape, ...]],
-        left: Sequence[_Module],
-        first: Sequence[_Module],
-        place: int,
-    ) -> Iterator[tuple[_Module, ...]]:
-        """Layers that are not tied; what has the shapes of a tied module may be one of its uses."""
-        self._count()
-        if not left:
-            if place == len(tokens):
-                yield ()
-            return
-        module, stop = left[0], place + len(left[0].tokens)
-        if tokens[place:stop] == module.tokens:
-            for rest in self._rests(tokens, left[1:], first, stop):
-                yield (module, *rest)
-        is_free = module.number not in self._apart
-        if is_free and any(module.shapes == other.shapes for other in first):
-            yield from self._rests(tokens, left[1:], first, place)
-
-    def _count(self) -> None:
-        self._steps += 1
+    def _count(self, steps: int) -> None:
+        self._steps += steps
         if self._steps > _MOST_STEPS:
             raise _TooManyError
 
 
 class _TooManyError(Exception):
-    """So much may be tied that nothing is proved."""
+    """So many runs of layers fit that nothing is proved."""
+
+
+def _trained_alike(stages: Sequence[Sequence[_Span]]) -> list[list[_Span]]:
+    """Runs of layers whose tied modules are trained where another stage is sure to train them."""
+    sure = {
+        name
+        for spans in stages
+        for name in frozenset.intersection(*(span.numbered for span in spans))
+        if name is not None and name.startswith(TIED)
+    }
+    return [
+        [
+            span
+            for span in own
+            if span.names is None or sure.intersection(span.order) <= span.numbered
+        ]
+        for own in stages
+    ]
 
 
 def _ordered(modules: Mapping[str, _Module]) -> list[_Module]:
