@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,7 +155,10 @@ def copied(folder: Path, number: int) -> Path:
     """The file of an expert once more, of the other tensor-parallel rank."""
     name = f"layer_0_expert_{number}_mp_rank_0{{}}_model_states.pt"
     rank = number // 2
-    return shutil.copy(folder / "step" / name.format(rank), folder / "step" / name.format(1 - rank))
+    path = folder / "step" / name.format(1 - rank)
+    shutil.copy(folder / "step" / name.format(rank), path)
+    edit_file(path, lambda root: root.get("folding", {}).update(tp_rank=1 - rank))
+    return path
 
 
 def test_every_copy_of_an_expert_is_compared(folded):
@@ -291,6 +295,40 @@ def test_a_pair_of_ranks_that_no_rank_is_is_left_out(folded_whole):
     (found,) = [f for f in read_catalog(folded_whole).findings if f.kind == "stale-file"]
 
     assert "4 expert-parallel ranks on 2 tensor-parallel ones" in found.message
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ("expp_rank_1_mp_rank_01_optim_states", "expp_rank_3_mp_rank_01_optim_states", "ep_rank"),
+        ("expp_rank_0_mp_rank_00_optim_states", "expp_rank_1_mp_rank_01_optim_states", "tp_rank"),
+        (
+            "layer_0_expert_0_mp_rank_00_model_states",
+            "layer_0_expert_0_mp_rank_01_model_states",
+            "tp_rank",
+        ),
+        ("mp_rank_00_model_states", "mp_rank_01_model_states", "tp_rank"),
+    ],
+)
+def test_a_file_of_one_rank_has_not_the_name_of_another(folded_whole, first, second, words):
+    """In fp32 the states of an expert look like those of any other."""
+    step = folded_whole / "step"
+    shutil.copy(step / f"{first}.pt", step / f"{second}.pt")
+
+    refused(folded_whole, f"{second}.pt", words, "the file has the name of")
+
+
+def test_without_zero_all_layers_have_experts_on_as_many_ranks(folded_whole):
+    def second(root: Any) -> None:
+        layer = root["ds_autoep_layers"][0]
+        known = {key: layer[key] for key in layer if key not in ("affine_maps", "expert_placement")}
+        layer = {"moe_layer_id": 1, "module_path": "b", "expert_key_prefix": "b.experts"}
+        root["ds_autoep_layers"].append({**known, **layer, "ep_size": 2, "num_local_experts": 2})
+
+    both(folded_whole, second)
+
+    with pytest.raises(UnsupportedError, match="layers of experts on 2 and on 4 ranks"):
+        read_catalog(folded_whole)
 
 
 def test_tensor_parallel_ranks_with_different_experts(folded):

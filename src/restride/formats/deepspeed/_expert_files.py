@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._run import Run
 
-__all__ = ["Expert", "ExpertFiles", "open_experts"]
+__all__ = ["Expert", "ExpertFiles", "open_experts", "require_place"]
 
 Expert: TypeAlias = ExpertParameter | NativeExpert
 
@@ -185,6 +185,7 @@ def _opened(run: Run) -> dict[tuple[int, int], dict[int, Field]]:
                 where=str(run.folder.path),
             )
         known[file.tp] = run.files.open(file.name)
+        require_place(known[file.tp], tp=file.tp)
     return opened
 
 
@@ -221,6 +222,30 @@ def _check_folding(run: Run, root: Field) -> None:
         raise CorruptError(
             f"is of {said} tensor-parallel ranks, there are {run.tp_size}", where=stored.where
         )
+    for model in run.models:
+        require_place(model.root, tp=model.tp)
+
+
+def require_place(root: Field, *, tp: int, ep: int | None = None) -> None:
+    """Hold what a file says of its rank against its name, where it says it.
+
+    Args:
+        root: Content of the file.
+        tp: The tensor-parallel rank of its name.
+        ep: The expert-parallel rank of its name, if that has one.
+
+    Raises:
+        CorruptError: It is of another rank.
+    """
+    stored = root.get(_FOLDING)
+    for key, named in (("tp_rank", tp), ("ep_rank", ep)):
+        said = stored.get(key) if stored is not None else None
+        if said is not None and named is not None and said.integer() != named:
+            raise CorruptError(
+                f"is {said.integer()}, the file has the name of {named}",
+                where=said.where,
+                remedy="put the files of one save into the folder, under the names that they had",
+            )
 
 
 def _rank_count(run: Run) -> int | None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Finding
-from restride.errors import CorruptError
-from restride.formats.deepspeed._expert_files import open_experts
+from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._expert_files import open_experts, require_place
 from restride.formats.deepspeed._experts import second_routers
 from restride.formats.deepspeed._native_experts import NativeExpert
 
@@ -135,8 +135,10 @@ def open_optimizers(run: Run, experts: ExpertRanks) -> dict[tuple[int, int], Fie
         of the run; None where there is no such file, or one is missing.
 
     Raises:
-        CorruptError: There are optimizer files of ZeRO as well, or nothing describes the experts.
+        CorruptError: There are optimizer files of ZeRO as well, nothing describes the experts, or a
+            file has the name of another.
         FormatError: A file is none.
+        UnsupportedError: Layers have experts on different numbers of ranks.
     """
     names = run.folder.expert_optimizers
     if not names:
@@ -153,6 +155,13 @@ def open_optimizers(run: Run, experts: ExpertRanks) -> dict[tuple[int, int], Fie
             f"has {first}, and neither ds_autoep_layers nor files of experts",
             where=str(run.folder.path),
             remedy="add the files layer_*_expert_*_model_states.pt",
+        )
+    counts = sorted({expert.rank_count for expert in experts.parameters.values()})
+    if len(counts) > 1:
+        raise UnsupportedError(
+            f"has {first}, and layers of experts on {' and on '.join(map(str, counts))} ranks: an "
+            "engine without ZeRO has files for one number of them",
+            where=str(run.folder.path),
         )
     places = experts.places(run)
     for (ep, tp), name in names.items():
@@ -174,4 +183,9 @@ def open_optimizers(run: Run, experts: ExpertRanks) -> dict[tuple[int, int], Fie
         where = str(run.folder.path)
         run.findings.append(Finding("error", "missing-file", message, where, details))
         return None
-    return {place: run.files.open(names[place]).at("optimizer") for place in places}
+    found: dict[tuple[int, int], Field] = {}
+    for ep, tp in places:
+        root = run.files.open(names[ep, tp])
+        require_place(root, tp=tp, ep=ep)
+        found[ep, tp] = root.at("optimizer")
+    return found
