@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -441,6 +442,24 @@ def test_a_layer_that_two_stages_name(copied):
     edit_file(folder / "step" / "mp_rank_01_model_states.pt", named_twice)
 
     refused(folder, "layer 1 is on stages [0, 1]")
+
+
+def test_names_that_a_script_made_up_are_no_names_of_layers(copied):
+    folder = copied("fp32_z0")
+    before = gather_all(read_catalog(folder))
+
+    def named(root: Any) -> None:
+        for group in root["optimizer"]["param_groups"]:
+            group["param_names"] = [f"mine.{number}" for number in group["params"]]
+
+    for mp in range(2):
+        edit_file(folder / "step" / f"mp_rank_{mp:02d}_model_states.pt", named)
+    after = gather_all(read_catalog(folder))
+
+    assert "1.up.weight/exp_avg" in after
+    assert {key: own.tobytes() for key, own in after.items()} == {
+        key: own.tobytes() for key, own in before.items()
+    }
 
 
 def test_layers_of_a_tensor_parallel_rank_that_is_not_there_are_stale(copied):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._numbering import Slot, Unmatched
-from restride.formats.deepspeed._stage_layers import TIED
+from restride.formats.deepspeed._stage_layers import TIED, tied_prefix
 from restride.formats.deepspeed._stage_numbers import LayerShapes, NumberedStage, number_stages
 from restride.formats.deepspeed._whole_file import read_whole_file
 
@@ -82,7 +82,8 @@ def name_stages(
     tied_to = None
     if told is not None:
         tied_to = {number: key for key, numbers in told.items() for number in numbers}
-    if all(names is not None for file in files for names in file.names):
+    told_names = [names for file in files for names in file.names]
+    if all(names is not None and all(map(_is_of_layer, names)) for names in told_names):
         return StageNames(tuple(_named(own) for own in ranks))
     buffers = frozenset().union(*(own.buffers for own in ranks))
     shapes = [_shapes(layer, buffers, tied_to or {}) for layer in layers]
@@ -97,6 +98,11 @@ def name_stages(
             "PipelineModule is given, as --pp-tied embed=0,5, or say --pp-tied none",
         )
     return StageNames(problem=found.reason)
+
+
+def _is_of_layer(name: str) -> bool:
+    """Whether a pipeline calls a parameter so; a script may have given its own names."""
+    return name.partition(".")[0].isdecimal() or tied_prefix(name) is not None
 
 
 def _read(roots: Sequence[Field]) -> _Ranks:
