@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from restride import deepspeed, errors, layouts
+    from restride import api, deepspeed, errors, layouts
     from restride.algebra.coverage import prove
     from restride.algebra.layout import Layout
     from restride.algebra.mesh import Mesh
@@ -27,6 +27,7 @@ __all__ = [
     "Layout",
     "Mesh",
     "Piece",
+    "api",
     "check",
     "convert",
     "deepspeed",
@@ -64,14 +65,16 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name in {"deepspeed", "errors", "layouts"}:
-        return import_module(f"restride.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'restride' has no attribute {name!r}")
-    found: object = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # to a checker, a name that is not above is a mistake
+
+    def __getattr__(name: str) -> object:
+        if name in {"api", "deepspeed", "errors", "layouts"}:
+            return import_module(f"restride.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'restride' has no attribute {name!r}")
+        found: object = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

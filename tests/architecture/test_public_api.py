@@ -6,10 +6,13 @@ After a deliberate change: ``python tests/architecture/test_public_api.py > FILE
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 from pathlib import Path
 from types import FunctionType, ModuleType
+
+import pytest
 
 import restride
 from restride import api, cli, comparison
@@ -62,6 +65,24 @@ def test_the_public_api_is_the_recorded_one() -> None:
 def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
     assert not hasattr(restride, "frobnicate")
     assert set(restride.__all__) <= set(dir(restride))
+
+
+@pytest.mark.parametrize("name", restride.__all__)
+def test_every_public_name_is_there_after_the_package_alone_is_imported(name: str) -> None:
+    """Another module may have been imported here before, which is an attribute since then."""
+    restride.__dict__.pop(name, None)
+
+    assert getattr(restride, name) is not None
+
+
+@pytest.mark.parametrize("module", [restride, api])
+def test_a_type_checker_knows_no_name_that_is_not_there(module: ModuleType) -> None:
+    """A module with `__getattr__` has every name, to a checker: ours is not shown to one."""
+    tree = ast.parse(Path(inspect.getfile(module)).read_text())
+    shown = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+    assert "__getattr__" not in shown
+    assert not hasattr(module, "frobnicate")
 
 
 if __name__ == "__main__":
