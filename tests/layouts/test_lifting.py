@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -12,7 +13,10 @@ from restride import layouts
 from restride.algebra.mesh import as_mesh
 from restride.errors import RuleError
 from restride.layouts.catalogue import CATALOGUE
+from restride.layouts.lifting import repeated
+from restride.testing import strategies
 from restride.testing.cuts import index_maps, read_example
+from restride.testing.oracles import walk_padding, walk_relation
 
 meshes = st.permutations(("dp", "tp", "pp")).flatmap(
     lambda names: st.tuples(*(st.integers(1, 3) for _ in names)).map(
@@ -35,6 +39,38 @@ def test_ranks_with_the_same_coordinate_hold_the_same(mesh, rows, dim):
         coordinate = ranks.coordinates(rank)["tp"]
         assert index_map == index_maps(alone)[coordinate]
         assert lifted.shard_shape(rank) == alone.shard_shape(coordinate)
+
+
+@given(layout=strategies.layouts(), copies=st.integers(1, 4))
+def test_ranks_that_repeat_others_hold_what_these_hold(layout, copies):
+    count = layout.rank_count
+
+    many = repeated(layout, as_mesh({"file": copies * count}))
+
+    places = range(0, copies * count, count)
+    assert walk_relation(many) == Counter(
+        {
+            (full, rank + first, *rest): times
+            for (full, rank, *rest), times in walk_relation(layout).items()
+            for first in places
+        }
+    )
+    assert walk_padding(many) == Counter(
+        {
+            (rank + first, *rest): times
+            for (rank, *rest), times in walk_padding(layout).items()
+            for first in places
+        }
+    )
+    assert [many.shard_shape(rank) for rank in range(many.rank_count)] == [
+        layout.shard_shape(rank) for rank in range(count)
+    ] * copies
+
+
+def test_ranks_are_repeated_as_a_whole_and_not_in_part():
+    for size in (1, 3, 5):
+        with pytest.raises(RuleError, match="no multiple"):
+            repeated(layouts.split((4,), mesh={"tp": 2}), as_mesh({"file": size}))
 
 
 @pytest.mark.parametrize("name", [name for name in CATALOGUE if name != "replicated"])

@@ -177,6 +177,16 @@ def repeated(layout: Layout, mesh: Mesh) -> Layout:
         layout: Layout of some ranks.
         mesh: A mesh of so many times as many.
 
+    Returns:
+        A layout in which each rank holds what the one holds that is so many ranks before it; the
+        same layout where the mesh has as many ranks.
+
+    Raises:
+        RuleError: The mesh has no multiple of the ranks.
+
+    Cost:
+        O(pieces + ranks).
+
     Examples:
         >>> from restride.layouts.split import split
         >>> layout = repeated(split((4,), mesh={"tp": 2}), Mesh((("file", 4),)))
@@ -185,6 +195,11 @@ def repeated(layout: Layout, mesh: Mesh) -> Layout:
     """
     if layout.rank_count == mesh.size:
         return layout
+    if mesh.size % layout.rank_count:
+        raise RuleError(
+            f"the layout is for {layout.rank_count} ranks, and the mesh {str(mesh)!r} has "
+            f"{mesh.size}, which is no multiple"
+        )
     ranks = Mesh((("rank", layout.rank_count),))
     copies = Mesh((("copy", mesh.size // layout.rank_count), *ranks.axes))
     return replace(lift(replace(layout, mesh=ranks), mesh=copies, axis="rank"), mesh=mesh)
