@@ -539,4 +539,5 @@ def test_a_limit_of_the_size_of_files_is_an_error_that_leaves_nothing(tmp_path):
 
     assert child.returncode == 2
     assert b"model.safetensors: no room for 67108" in told
+    assert b"raise the limit of this process (ulimit -f) or file system" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import pwd
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from restride import __version__, api
 from restride.arrays import _kernel
 from restride.cli import _app
-from restride.errors import CorruptError
+from restride.errors import CorruptError, ExecutionError
 from restride.testing.command_line import run
 
 
@@ -193,7 +195,35 @@ def test_an_error_of_the_system_is_shown_with_its_file(monkeypatch: pytest.Monke
         api, "open", failing(PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/a/b"))
     )
 
-    assert run("info", "x").err == "restride: /a/b: permission denied\n"
+    assert run("info", "x").err == (
+        f"restride: /a/b: permission denied; have its owner give {user()} access, or run this as "
+        "somebody who has it\n"
+    )
+
+
+def user() -> str:
+    return f"user {pwd.getpwuid(os.geteuid()).pw_name}"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EMFILE, errno.ELOOP])
+def test_what_the_system_refuses_comes_with_what_would_work(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    error = ExecutionError("cannot be opened (no)", where="/a/b")
+    error.__cause__ = OSError(number, "no")
+    monkeypatch.setattr(api, "open", failing(error))
+
+    said = run("info", "x").err
+
+    assert re.fullmatch(r"restride: /a/b: cannot be opened \(no\); \w.*\w\)?\n", said), said
+
+
+def test_a_remedy_that_is_known_nearer_to_the_error_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ExecutionError("cannot be opened (no)", where="/a/b", remedy="do it")
+    error.__cause__ = OSError(errno.EACCES, "no")
+    monkeypatch.setattr(api, "open", failing(error))
+
+    assert run("info", "x").err == "restride: /a/b: cannot be opened (no); do it\n"
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from restride.cli.exits import ExitCode
 from restride.cli.nearest import closest, meant
 from restride.cli.output import tell
 from restride.cli.signals import sigterm_interrupts
+from restride.cli.system_errors import os_sentence, with_remedy
 from restride.errors import RestrideError, StoppedError
 
 if TYPE_CHECKING:
@@ -113,9 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StoppedError as error:
         sentence, code = str(error), ExitCode.INTERRUPTED
     except RestrideError as error:
-        sentence = str(error)
+        sentence = with_remedy(error)
     except OSError as error:
-        sentence = _os_sentence(error)
+        sentence = os_sentence(error)
     except (MemoryError, RuntimeError) as error:
         if not _is_exhausted(error):
             raise
@@ -176,8 +177,3 @@ def _usage_sentence(error: click.ClickException) -> str:
     command = context.command_path.removeprefix("restride").strip()
     where = f"{command}: " if command else ""
     return f"{where}{message}; see {context.command_path} --help"
-
-
-def _os_sentence(error: OSError) -> str:
-    reason = (error.strerror or str(error)).lower()
-    return f"{error.filename}: {reason}" if error.filename is not None else reason

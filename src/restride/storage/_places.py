@@ -35,13 +35,13 @@ def require_free(target: Path, *, force: bool, inputs: Iterable[Path]) -> None:
         is_empty = not any(target.iterdir())
     if is_empty:
         return
+    require_no_input(target, inputs)  # first: what is refused even so is not to be proposed
     if not force:
         raise ExistsError(
             "the directory exists and is not empty",
             where=str(target),
             remedy="name another output, or replace all of it with --force",
         )
-    require_no_input(target, inputs)
 
 
 def require_writable(target: Path) -> None:
@@ -83,8 +83,9 @@ def make_parents(target: Path) -> list[Path]:
     """Make the missing parents of `target`; return them, innermost first.
 
     Raises:
-        ExecutionError: The system cannot make them.
+        ExecutionError: What is there is no folder, or the system cannot make them.
     """
+    require_writable(target)
     missing = [folder for folder in target.parents if not folder.exists()]
     with translated("cannot be created", target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)

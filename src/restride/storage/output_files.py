@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final, Self
@@ -126,7 +126,7 @@ class OutputFiles:
         try:
             _reserve(descriptor, nbytes)
         except OSError as error:
-            raise _failed(f"no room for {nbytes} bytes ({error.strerror})", path) from error
+            raise _no_room(error, path, nbytes) from error
         finally:
             os.close(descriptor)
         self._files[name] = path
@@ -266,6 +266,21 @@ def _reserve(descriptor: int, nbytes: int) -> None:
                 raise
     if os.fstat(descriptor).st_size != nbytes:
         os.ftruncate(descriptor, nbytes)
+
+
+def _no_room(error: OSError, path: Path, nbytes: int) -> ExecutionError:
+    """Say what the file takes, and what there is or what forbids it."""
+    needs, remedy = f"no room for {nbytes} bytes", "make room, or name an output elsewhere"
+    if error.errno == errno.EFBIG:
+        remedy = "raise the limit of this process (ulimit -f) or file system, or have smaller files"
+    elif error.errno == errno.EDQUOT:
+        remedy = "make room in the quota of this user, or name an output elsewhere"
+    else:
+        with suppress(OSError):
+            system = os.statvfs(path.parent)
+            needs += f", {system.f_bavail * system.f_frsize} are free"
+        remedy += "; --dry-run says what all files take"
+    return ExecutionError(f"{needs} ({error.strerror})", where=str(path), remedy=remedy)
 
 
 def _failed(problem: str, path: Path) -> ExecutionError:

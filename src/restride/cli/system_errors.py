@@ -1,0 +1,55 @@
+"""What to do about what the system says, where nothing that is nearer to it said so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from restride.errors import RestrideError
+
+__all__ = ["os_sentence", "with_remedy"]
+
+_REMEDIES: Final = {
+    errno.EROFS: "its file system is read-only: name another place",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), or give fewer --workers",
+    errno.ENFILE: "the machine has too many open files: end what keeps them, or wait for it",
+    errno.ENAMETOOLONG: "give it a shorter name",
+    errno.ELOOP: "its symbolic links lead in a circle: name what they should lead to",
+    errno.EIO: "the disk or what leads to it fails: see the log of the kernel (dmesg)",
+    errno.ESTALE: "the file server has another file there by now: run it again",
+    errno.ETIMEDOUT: "the file server does not answer: run it again when it does",
+}
+
+
+def with_remedy(error: RestrideError) -> str:
+    """Sentence of an error; with what would work where only the system said what is wrong."""
+    cause = error.__cause__
+    if not error.remedy and isinstance(cause, OSError):
+        error.remedy = remedy_of(cause)
+    return str(error)
+
+
+def os_sentence(error: OSError) -> str:
+    """Sentence of what the system says, with the file and what would work."""
+    reason = (error.strerror or str(error)).lower()
+    where = f"{error.filename}: " if error.filename is not None else ""
+    remedy = remedy_of(error)
+    return f"{where}{reason}; {remedy}" if remedy else f"{where}{reason}"
+
+
+def remedy_of(error: OSError) -> str:
+    """What would work against an error of the system; empty where nobody can say."""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"have its owner give {_user()} access, or run this as somebody who has it"
+    return _REMEDIES.get(error.errno or 0, "")
+
+
+def _user() -> str:
+    number = os.geteuid()
+    with suppress(KeyError):  # a container may run as a number without a name
+        return f"user {pwd.getpwuid(number).pw_name}"
+    return f"user {number}"
