@@ -203,7 +203,7 @@ def test_a_padding_that_one_rank_alone_makes_up(tmp_path):
         of_state(lambda state: state.update(group_paddings=[2**40])),
     )
 
-    refused(tmp_path / "run", "are far more than the 30 elements")
+    refused(tmp_path / "run", "has far more than the 30 that")
 
 
 def test_groups_that_the_model_does_not_have(saved):
@@ -298,7 +298,7 @@ def test_without_optimizer_files_there_are_weights(saved):
 def test_a_missing_model_file(saved):
     model(saved, 1).unlink()
 
-    refused(saved, "1 of 2 model files are missing: mp_rank_01_model_states.pt")
+    refused(saved, "1 of 2 model files is missing: mp_rank_01_model_states.pt")
 
 
 def test_two_model_files_of_one_rank(saved):

@@ -137,7 +137,7 @@ def test_a_missing_expert_costs_its_weights_and_not_its_masters(saved):
 def test_a_missing_rank_costs_the_states_of_its_experts_alone(numbered):
     (numbered / "expp_rank_1_mp_rank_00_optim_states.pt").unlink()
 
-    assert "1 of 2 optimizer files of expert-parallel ranks are missing" in errors_of(numbered)[0]
+    assert "1 of 2 optimizer files of expert-parallel ranks is missing" in errors_of(numbered)[0]
 
 
 def test_what_else_an_expert_file_holds_is_carried(saved):

@@ -452,7 +452,7 @@ def test_a_missing_model_file_costs_the_frozen_weights(saved):
     assert kinds(saved) == [("error", "missing-file"), ("warning", "no-weight")]
     assert {t.name for t in catalog.tensors if not t.states} == {"base"}
     model(saved, 0, 1).unlink()
-    refused(saved, "1 of 2 model files are missing: zero_pp_rank_*_mp_rank_01_model_states.pt")
+    refused(saved, "1 of 2 model files is missing: zero_pp_rank_*_mp_rank_01_model_states.pt")
 
 
 def test_files_of_a_larger_run_are_left_out_with_a_warning(saved):

@@ -360,7 +360,7 @@ def test_a_missing_model_file_of_a_stage(copied):
     folder = copied("bf16_z0")
     (folder / "step" / "mp_rank_01_model_states.pt").unlink()
 
-    refused(folder, "1 of 3 model files are missing: mp_rank_01_model_states.pt")
+    refused(folder, "1 of 3 model files is missing: mp_rank_01_model_states.pt")
 
 
 def test_a_missing_optimizer_file_of_a_stage_is_said_and_its_states_are_left_out(copied):
@@ -370,7 +370,7 @@ def test_a_missing_optimizer_file_of_a_stage_is_said_and_its_states_are_left_out
     catalog = read_catalog(folder)
 
     missing = [finding for finding in catalog.findings if finding.kind == "missing-file"]
-    assert ["of stage 1 are missing (dp 1 tp 0)" in finding.message for finding in missing] == [
+    assert ["of stage 1 is missing (dp 1 tp 0)" in finding.message for finding in missing] == [
         True
     ]
     held = {tensor.name for tensor in catalog.tensors if "fp32" in tensor.states}

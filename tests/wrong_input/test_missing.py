@@ -68,7 +68,7 @@ def test_a_model_file_of_zero_3_is_missing_that_says_nothing_of_its_own(damaged)
     run = damaged("llama_tp1dp2_z3")
     run.file("zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
 
-    run.check_finds("1 of 2 model files are missing (dp 1 tp 0)")
+    run.check_finds("1 of 2 model files is missing (dp 1 tp 0)")
     run.convert_refuses()
 
 

@@ -363,7 +363,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path):
     write_zero_run(tmp_path / "run", small_run())
     (tmp_path / "run" / "step" / "zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
 
-    with pytest.raises(CorruptError, match="1 of 4 optimizer files are missing"):
+    with pytest.raises(CorruptError, match="1 of 4 optimizer files is missing"):
         convert(tmp_path, tp=1, dp=1)
     assert not (tmp_path / "out").exists()
 

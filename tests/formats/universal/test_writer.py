@@ -431,7 +431,7 @@ def test_a_checkpoint_with_a_missing_file_is_refused(tmp_path):
     source = written(tmp_path / "in")
     (source / OPTIMIZER_FILE.format(1, 1)).unlink()
 
-    with pytest.raises(CorruptError, match=r"^1 of 4 optimizer files are missing \(dp 1 tp 1\)"):
+    with pytest.raises(CorruptError, match=r"^1 of 4 optimizer files is missing \(dp 1 tp 1\)"):
         api.convert(source, tmp_path / "out", to="universal")
 
     assert not (tmp_path / "out").exists()

@@ -19,6 +19,7 @@ from restride.formats.deepspeed._native_experts import (
     native_experts,
     said_rank_count,
 )
+from restride.wording import which
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -151,9 +152,9 @@ class ExpertFiles:
         if not missing:
             return [self._weights[name] for name in names]
         message = (
-            f"{len(missing)} of {len(names)} experts of tensor {expert.name!r} are in no file "
-            f"(the first is {missing[0]!r}, expected in a file layer_{expert.layer}_expert_*); its "
-            "weights are left out"
+            f"{len(missing)} of {len(names)} experts of tensor {expert.name!r} "
+            f"{which(len(missing), 'is', 'are')} in no file (the first is {missing[0]!r}, expected "
+            f"in a file layer_{expert.layer}_expert_*); its weights are left out"
         )
         if isinstance(expert, NativeExpert):
             message = (

@@ -21,7 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from restride.errors import CorruptError
-from restride.wording import counted
+from restride.wording import counted, which
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -142,7 +142,8 @@ def check_partition(
         )
     if width * count - end > _MOST_PADDING * count:
         raise CorruptError(
-            f"{counted(count, 'partition')} of {width} elements have far more than the {end} that "
+            f"{counted(count, 'partition')} of {width} elements "
+            f"{which(count, 'has', 'have')} far more than the {end} that "
             "param_shapes lists",
             where=group.where,
         )

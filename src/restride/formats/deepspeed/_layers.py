@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 from restride.checkpoint.training import PipelineLayer
 from restride.checkpoint.values import OrderedDictValue, StoredTensor
 from restride.errors import CorruptError, UnsupportedError
+from restride.wording import counted, which
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -333,8 +334,9 @@ def _require_all(folder: TagFolder, known: Sequence[_Stage], found: Sequence[Sta
             missing += [name for name, held in own.elsewhere.items() if not held]
             if missing:
                 raise CorruptError(
-                    f"{len(missing)} parameters that {stage.where} names are in no layer file, the "
-                    f"first is {missing[0]!r}",
+                    f"{counted(len(missing), 'parameter')} that {stage.where} names "
+                    f"{which(len(missing), 'is', 'are')} in no layer file, the first is "
+                    f"{missing[0]!r}",
                     where=str(folder.path),
                     remedy=_remedy(missing[0]),
                 )

@@ -17,6 +17,7 @@ from restride.formats.deepspeed._layers import StageModules, assemble_modules, o
 from restride.formats.deepspeed._model import read_model_file
 from restride.formats.deepspeed._optimizer import FLAT_FP32
 from restride.formats.deepspeed._stage_optimizers import StageNames, name_stages
+from restride.wording import which
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -316,9 +317,11 @@ def _require_all(folder: TagFolder, grid: Grid, opened: Sequence[OpenedModel]) -
             f"{before}mp_rank_{mp:02d}_model_states.pt" for mp in missing[:_MOST_NAMED]
         )
         raise CorruptError(
-            f"{len(missing)} of {grid.size} model files are missing: {names}",
+            f"{len(missing)} of {grid.size} model files {which(len(missing), 'is', 'are')} "
+            f"missing: {names}",
             where=str(folder.path),
-            remedy="add them: on disks that are not shared, each machine saves its own ranks",
+            remedy=f"add {which(len(missing), 'it', 'them')}: on disks that are not shared, each "
+            "machine saves its own ranks",
         )
 
 

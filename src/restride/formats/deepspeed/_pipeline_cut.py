@@ -28,6 +28,7 @@ from restride.formats.deepspeed._stage_muon import (
     kept_by_muon,
     sorted_by_muon,
 )
+from restride.wording import counted, which
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -140,7 +141,8 @@ def _kept(pipeline: Pipeline, cuts: Cuts, where: str) -> CutStages:
     shown = "; ".join(_spans(stage.layers) for stage in stages[:_MOST_SHOWN])
     more = "; ..." if len(stages) > _MOST_SHOWN else ""
     message = (
-        f"the {len(stages)} stages keep the layers that they have ({shown}{more}): the "
+        f"the {counted(len(stages), 'stage')} {which(len(stages), 'keeps', 'keep')} the layers "
+        f"that {which(len(stages), 'it has', 'they have')} ({shown}{more}): the "
         "PipelineModule that resumes must deal them out as that of the source did"
     )
     note = Finding("note", "stages", message)
@@ -314,7 +316,8 @@ class _Cutter:
         if starts is not None:
             if len(starts) != self._count:
                 raise UnsupportedError(
-                    f"{len(starts)} first layers are given for {self._count} stages",
+                    f"{counted(len(starts), 'first layer')} {which(len(starts), 'is', 'are')} "
+                    f"given for {counted(self._count, 'stage')}",
                     remedy=f"give {self._count} of them, or leave out --pp",
                 )
             return starts, "as said"
@@ -330,21 +333,21 @@ class _Cutter:
         starts, known = found[counts[0]], self._known.count
         if len({self._dealt(own) for own in found.values()}) > 1:
             raise UnsupportedError(
-                f"the method {method!r} has other stages for {counts[0]} layers than for "
-                f"{counts[-1]}, and nothing says how many functions without a file come after "
+                f"the method {method!r} has other stages for {counted(counts[0], 'layer')} than "
+                f"for {counts[-1]}, and nothing says how many functions without a file come after "
                 f"layer {known - 1}",
                 where=self._where,
                 remedy=f"give the number of all layers, as --pp-layers {method}:{known}, or the "
                 "first layer of each stage",
             )
-        return starts, f"partition_method {method!r} of {counts[0]} layers"
+        return starts, f"partition_method {method!r} of {counted(counts[0], 'layer')}"
 
     def _counts(self, method: PartitionMethod) -> Sequence[int]:
         """How many layers there may be: those that are known, and functions behind them."""
         said, known = self._cut.layer_count, self._known.count
         if said is not None and said < known:
             raise UnsupportedError(
-                f"the pipeline has at least {known} layers, {said} are said",
+                f"the pipeline has at least {counted(known, 'layer')}, {said} are said",
                 where=self._where,
                 remedy=f"give their number, as --pp-layers {method}:{known}",
             )

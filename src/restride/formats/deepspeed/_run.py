@@ -14,6 +14,7 @@ from restride.formats.deepspeed._files import find_tag, list_files
 from restride.formats.deepspeed._optimizer import read_zero_file
 from restride.formats.deepspeed._pipeline import OpenedModel, agreed, find_grid, read_stages
 from restride.formats.deepspeed._settings import is_bf16
+from restride.wording import which
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
@@ -385,8 +386,9 @@ def _missing_files(
         yield Finding(
             "error",
             "missing-file",
-            f"{len(missing)} of {run.dp_size * run.tp_size} {kind} are missing ({named}); "
-            f"{lost} that they hold parts of are left out",
+            f"{len(missing)} of {run.dp_size * run.tp_size} {kind} "
+            f"{which(len(missing), 'is', 'are')} missing ({named}); {lost} that "
+            f"{which(len(missing), 'it holds', 'they hold')} parts of are left out",
             str(run.folder.path),
             {"ranks": [list(rank) for rank in missing], **part},
         )

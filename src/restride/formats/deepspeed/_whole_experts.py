@@ -20,6 +20,7 @@ from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_files import open_experts, require_place
 from restride.formats.deepspeed._experts import second_routers
 from restride.formats.deepspeed._native_experts import NativeExpert
+from restride.wording import which
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -175,7 +176,8 @@ def open_optimizers(run: Run, experts: ExpertRanks) -> dict[tuple[int, int], Fie
     missing = [place for place in places if place not in names]
     if missing:
         message = (
-            f"{len(missing)} of {len(places)} optimizer files of expert-parallel ranks are "
+            f"{len(missing)} of {len(places)} optimizer files of expert-parallel ranks "
+            f"{which(len(missing), 'is', 'are')} "
             f"missing (the first is expp_rank_{missing[0][0]}_mp_rank_{missing[0][1]:02d}_"
             "optim_states.pt); the states are left out"
         )
