@@ -7,6 +7,7 @@ import importlib
 import os
 import pwd
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,23 @@ def test_a_command_is_helped_in_the_words_of_the_list(name: str) -> None:
     assert ran.code == 0
     assert _app.COMMANDS[name] in ran.out
     assert "--json" in ran.out
+
+
+@pytest.mark.parametrize("name", _app.COMMANDS)
+def test_the_help_of_a_command_ends_with_examples_that_are_understood(name: str) -> None:
+    _, _, examples = run(name, "--help").out.rpartition("\n\n")
+    first, *lines = examples.splitlines()
+
+    assert first.strip() == ("Examples:" if len(lines) > 1 else "Example:")
+    for line in lines:
+        spelled = re.fullmatch(r" +restride (.*?)(   .*)?", line)
+        assert spelled is not None, line
+        used, *words = shlex.split(spelled[1])
+        command = _app._root.get_command(click.Context(_app._root), used)
+        assert command is not None
+        # Parsed to the end, without running.
+        with command.make_context(used, words, help_option_names=["-h", "--help"]) as context:
+            assert context.command is command
 
 
 def test_the_help_of_a_conversion_has_every_option_once_under_a_heading() -> None:

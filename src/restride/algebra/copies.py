@@ -70,13 +70,14 @@ Decision: TypeAlias = Replicas | Literal["own"]
 """The same where ranks go on from ranks: each can keep what the rank in its place had."""
 
 
-def as_replicas(said: str | int, mesh: Mesh) -> Replicas:
+def as_replicas(said: str | int, mesh: Mesh, *, also: tuple[str, ...] = ()) -> Replicas:
     """Understand a decision as users write it.
 
     Args:
         said: ``"check"``, ``"first"``, ``"mean"``, coordinates such as ``"tp=1"`` or
             ``"dp=0,tp=1"``, or the number of a rank, as an integer or as text.
         mesh: Ranks that a number counts, and axes that coordinates name.
+        also: Other words that the caller understands, for the error.
 
     Raises:
         PlanError: It is nothing of that, or there is no such rank.
@@ -98,7 +99,8 @@ def as_replicas(said: str | int, mesh: Mesh) -> Replicas:
         return _of_rank(int(text), mesh)
     raise PlanError(
         f"{said!r} does not say which copy counts",
-        remedy=f"say check, first, mean, the number of a rank, or coordinates{_example(mesh)}",
+        remedy=f"say {', '.join((*_WORDS.values(), *also))}, the number of a rank, or coordinates"
+        f"{_example(mesh)}",
     )
 
 

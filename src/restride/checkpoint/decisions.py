@@ -71,7 +71,7 @@ def read_rules(said: Saying, catalog: Catalog) -> ReplicaRules:
 
 
 def _as_decision(said: str | int, mesh: Mesh) -> Decision:
-    return "own" if said == OWN else as_replicas(said, mesh)
+    return "own" if said == OWN else as_replicas(said, mesh, also=(OWN,))
 
 
 def _require_used(pattern: str, tensors: Sequence[TensorEntry]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -25,8 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = ["command", "show_report"]
 
+_EXAMPLES: Final = """\b
+Examples:
+  restride check CKPT                        before it is converted or kept
+  restride check OUT                         an output: every byte of it
+  restride check OUT --against before.json   fingerprints, kept from before
+"""
 
-@click.command("check")
+
+@click.command("check", epilog=_EXAMPLES)
 @click.argument("checkpoint", type=PathName())
 @click.option(
     "--against",

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+_EXAMPLES: Final = """\b
+Example:
+  restride demo
+"""
+
 _NAME, _OUT = "codegen-tp2-dp2", "converted"
 _FUSED: Final = "transformer.h.0.attn.qkv_proj.weight"
 _PROBLEM: Final = """\
@@ -49,7 +54,7 @@ Your own data
   restride layouts                        the layouts that are known by name"""
 
 
-@click.command("demo")
+@click.command("demo", epilog=_EXAMPLES)
 @json_option
 def command(*, as_json: bool) -> int:
     """All of it, on a sample that ships with the package.

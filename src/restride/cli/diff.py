@@ -28,10 +28,17 @@ if TYPE_CHECKING:
 
 __all__ = ["command", "show_report"]
 
+_EXAMPLES: Final = """\b
+Examples:
+  restride diff CKPT OUT --states weights       bit for bit
+  restride diff A B --rtol 1e-2                 the same but for rounding
+  restride diff A B --rename 'model\\.(.*)=\\1'   names that differ
+"""
+
 _MOST_SHOWN: Final = 20
 
 
-@click.command("diff")
+@click.command("diff", epilog=_EXAMPLES)
 @click.argument("a", type=PathName())
 @click.argument("b", type=PathName())
 @click.option(
@@ -73,7 +80,7 @@ def command(
 
     A and B may differ in format and sharding. Arrays are the same when shape, dtype and every bit
     are; with a tolerance, when |a - b| <= atol + rtol * |b| everywhere, whatever the dtypes.
-    Exits with 1 where something differs.
+    Exits with 1 where something differs, or could not be read.
 
     Of several --rename rules the first that matches counts. The last = ends OLD; \1 in NEW is the
     first group: --rename 'module\.(.*)=\1'.
@@ -114,6 +121,9 @@ def show_report(
         columns = [Column(name, is_number=name in names[4:]) for name in names]
         page.table(columns, [_row(row) for row in report.differences[:_MOST_SHOWN]])
         _more(page, len(report.differences))
+    for name, finding in report.unread[:_MOST_SHOWN]:
+        page.line(f"not compared, {name}: {finding.message} [{finding.kind}]", "bad")
+    _more(page, len(report.unread))
     if report.verdict == "different":
         page.line(_difference_in_words(report), "bad")
         return
@@ -124,11 +134,14 @@ def show_report(
         if report.widened_count
         else ""
     )
-    page.line(
-        f"same: {format_count(report.compared_count, 'array')}, "
-        f"{format_size(report.compared_nbytes)}, {what}{widened}",
-        "good",
+    compared = (
+        f"{format_count(report.compared_count, 'array')}, {format_size(report.compared_nbytes)}, "
+        f"{what}{widened}"
     )
+    if report.verdict == "incomplete":
+        page.line(f"incomplete: {compared}; --states weights compares the weights alone", "bad")
+    else:
+        page.line(f"same: {compared}", "good")
 
 
 def _only_in(only: Sequence[tuple[str, str]]) -> list[str]:
@@ -216,6 +229,10 @@ def _to_json(report: DiffReport) -> dict[str, object]:
         "only_a": [list(array) for array in report.only_a],
         "only_b": [list(array) for array in report.only_b],
         "differences": [_row_to_json(row) for row in report.differences],
+        "unread": [
+            {"side": side, "kind": finding.kind, "message": finding.message}
+            for side, finding in report.unread
+        ],
         "seconds": report.seconds,
     }
 

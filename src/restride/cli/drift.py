@@ -161,7 +161,8 @@ def _advice(
         "which one counts."
     )
     yield (
-        f"--replicas COPY takes {one}first for that of the lowest rank, mean for their mean; "
+        f"--replicas COPY takes {one}first for that of the lowest rank, mean for their mean, "
+        "own for each rank of --to deepspeed its own; "
         f"--replicas '{rows[0][0]}=COPY' for some tensors only."
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -22,8 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+_EXAMPLES: Final = """\b
+Examples:
+  restride fingerprint CKPT -o before.json   to be kept
+  restride check OUT --against before.json   to be compared, later
+"""
 
-@click.command("fingerprint")
+
+@click.command("fingerprint", epilog=_EXAMPLES)
 @click.argument("checkpoint", type=PathName())
 @states_option
 @click.option(

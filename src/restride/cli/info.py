@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["command", "show_catalog"]
 
+_EXAMPLES: Final = """\b
+Examples:
+  restride info global_step500             what a training job saved
+  restride info model.safetensors --json   for a script
+"""
 
-@click.command("info")
+
+@click.command("info", epilog=_EXAMPLES)
 @click.argument("checkpoint", type=PathName())
 @json_option
 def command(checkpoint: str, *, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from restride.layouts.catalogue import Entry, Parameter
 
 __all__ = ["command"]
+
+_EXAMPLES: Final = """\b
+Examples:
+  restride layouts codegen-qkv --shape 96x32 --mesh tp=4 --heads 16
+  restride layouts CKPT --tp 4   how 4 ranks would cut a checkpoint
+"""
 
 
 class _Catalogue(click.Group):
@@ -54,6 +60,7 @@ class _Catalogue(click.Group):
     cls=_Catalogue,
     invoke_without_command=True,
     subcommand_metavar="[NAME | CHECKPOINT] [OPTIONS]...",
+    epilog=_EXAMPLES,
 )
 @json_option
 @click.pass_context
