@@ -22,7 +22,8 @@ from restride.checkpoint.fingerprints import fingerprints_from_json
 from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
 from restride.checkpoint.pairing import arrays_of, pair_arrays, tensors_by_name
 from restride.checkpoint.proofs import prove_catalog
-from restride.errors import BudgetError, ExecutionError, FormatError, PlanError
+from restride.checkpoint.soundness import errors_in
+from restride.errors import BudgetError, CorruptError, ExecutionError, FormatError, PlanError
 from restride.executors.comparing import CompareWriter
 from restride.executors.digesting import DigestWriter
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
@@ -114,6 +115,8 @@ class DiffReport:
         differences: Arrays that both have and that are not the same.
         widened_count: Arrays of different dtypes that were compared after exact widening.
         seconds: Wall time.
+        unread: Which side, and an error that its reader noticed: what is missing there, or has no
+            name, was not compared.
     """
 
     a: Catalog
@@ -126,11 +129,14 @@ class DiffReport:
     differences: tuple[ArrayDifference, ...]
     widened_count: int
     seconds: float
+    unread: tuple[tuple[Literal["A", "B"], Finding], ...] = ()
 
     @property
-    def verdict(self) -> Literal["same", "different"]:
-        """Whether both hold the same tensors."""
-        return "different" if self.only_a or self.only_b or self.differences else "same"
+    def verdict(self) -> Literal["same", "different", "incomplete"]:
+        """Whether both hold the same tensors; incomplete where that is known of some alone."""
+        if self.only_a or self.only_b or self.differences:
+            return "different"
+        return "incomplete" if self.unread else "same"
 
 
 def diff(
@@ -205,7 +211,17 @@ def diff(
         differences=tuple(difference for difference in differences if difference is not None),
         widened_count=sum(pair.a.dtype != pair.b.dtype for pair in readable),
         seconds=seconds,
+        unread=tuple(_unread(catalogs, only_weights=states == "weights")),
     )
+
+
+def _unread(
+    catalogs: tuple[Catalog, Catalog], *, only_weights: bool
+) -> Iterator[tuple[Literal["A", "B"], Finding]]:
+    for error in errors_in(catalogs[0].findings, only_weights=only_weights):
+        yield "A", error
+    for error in errors_in(catalogs[1].findings, only_weights=only_weights):
+        yield "B", error
 
 
 def fingerprint(
@@ -231,6 +247,7 @@ def fingerprint(
 
     Raises:
         FormatError, UnsupportedError, ExecutionError: As for `restride.open`.
+        CorruptError: An error was noticed, so that states would be left out.
         CoverageError: An element of a tensor is in no file.
         BudgetError: The budget is too small for any buffer.
 
@@ -238,6 +255,16 @@ def fingerprint(
         Every element is read once; twice where a weight is the master copy, rounded.
     """
     catalog = open_catalog(path)
+    errors = errors_in(catalog.findings, only_weights=states == "weights")
+    if errors:
+        raise CorruptError(
+            errors[0].message,
+            where=catalog.root,
+            remedy="see `restride check`, or take the fingerprints of the weights alone with "
+            "--states weights"
+            if states != "weights" and not errors_in(errors, only_weights=True)
+            else "see `restride check`",
+        )
     return _fingerprints(catalog, _selected(catalog, states), budget_nbytes, observer)
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from restride import api
 from restride.testing.command_line import SAMPLE, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -65,6 +62,25 @@ def test_what_only_one_has_is_one_line_and_how_to_leave_it_out(tmp_path: Path) -
     assert only == "only in B: fp32, exp_avg, exp_avg_sq, step of 13 tensors"
     assert last.startswith("different: 0 of 13 arrays differ, 52 arrays only in B; ")
     assert last.endswith("--states weights compares the weights alone")
+
+
+def test_what_could_not_be_read_is_not_the_same() -> None:
+    """Moments whose numbers have no names would be left out on both sides."""
+    pipeline = Path(__file__).parents[1] / "data" / "deepspeed_pipeline" / "fp32_tied_z0"
+    for_people = run("diff", pipeline, pipeline)
+    for_machines = run("diff", pipeline, pipeline, "--json")
+    weights = run("diff", pipeline, pipeline, "--states", "weights")
+    fingerprints = run("fingerprint", pipeline)
+
+    assert (for_people.code, for_machines.code, weights.code) == (1, 1, 0)
+    assert "not compared, A: the optimizer's states are numbered" in for_people.out
+    assert for_people.out.splitlines()[-1].startswith("incomplete: 17 arrays, ")
+    assert for_machines.json["verdict"] == "incomplete"
+    assert [own["side"] for own in for_machines.json["unread"]] == ["A", "A", "B", "B"]
+    assert for_machines.json["unread"][0]["kind"] == "unmatched-states"
+    assert fingerprints.code == 2
+    assert "the weights alone with --states weights" in fingerprints.err
+    assert run("fingerprint", pipeline, "--states", "weights").code == 0
 
 
 def test_tensors_of_another_name_are_named(converted: Path) -> None:
