@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -61,6 +62,66 @@ def test_short_work_writes_no_line(capsys: pytest.CaptureFixture[str]) -> None:
         observer.on_drift(ReplicaDrift("a", "weight", (0, 1), 4, 2, 0.5))
 
     assert capsys.readouterr().err == ""
+
+
+def test_what_an_earlier_run_did_makes_this_one_no_faster(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    with LineProgress("converting", clock=clock) as observer:
+        observer.on_plan(PLAN)
+        observer.on_step(step(2))  # of which the journal says so
+        clock.now += 10
+        observer.on_step(step(3))
+
+    assert capsys.readouterr().err == (
+        "restride: converting h.3.weight: 3.00 GB of 4.00 GB, 100 MB/s, 10.0 s left\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (100, r"converting [━╸╺]+ 3\.00 GB of 4\.00 GB, 100 MB/s, 10\.0 s left"),
+        (80, r"converting [━╸╺]+ 3\.00 GB of 4\.00 GB, 100 MB/s, 10\.0 s left"),
+        (70, r"converting 3\.00 GB of 4\.00 GB, 100 MB/s, 10\.0 s left"),
+        (50, r"converting 75%, 10\.0 s left"),
+        (20, r"75%, 10\.0 s left"),
+    ],
+)
+def test_the_bar_is_one_line_that_says_what_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    width: int,
+    shown: str,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    clock = Clock()
+    with BarProgress("converting", clock=clock) as bar:
+        bar.on_plan(PLAN)
+        bar.on_step(step(2))
+        clock.now += 10
+        bar.on_step(step(3))
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    *_, last = [line for line in re.split(r"[\r\n]+", drawn) if line.strip()]
+
+    assert re.fullmatch(rf"{shown} *", last), last
+    assert len(last) <= width
+
+
+def test_the_bar_is_finishing_once_every_byte_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    with BarProgress("converting") as bar:
+        bar.on_plan(PLAN)
+        bar.on_step(step(4))
+
+    assert "4.00 GB of 4.00 GB, finishing" in capsys.readouterr().err
 
 
 def test_a_step_that_wrote_nothing_yet_does_not_divide_by_zero(

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["BarProgress", "LineProgress", "open_progress"]
 
 _SECONDS_BETWEEN_LINES: Final = 10.0
+# Columns of a terminal from which on there is room for the verb, for sizes and rate, for a bar.
+_WIDTH_OF_VERB: Final = 44
+_WIDTH_OF_WORDS: Final = 70
+_WIDTH_OF_BAR: Final = 78
 
 
 def open_progress(verb: str) -> BarProgress | LineProgress:
@@ -35,6 +39,29 @@ def open_progress(verb: str) -> BarProgress | LineProgress:
         verb: What is done, such as ``"converting"``.
     """
     return BarProgress(verb) if sys.stderr.isatty() else LineProgress(verb)
+
+
+class _Pace:
+    """How fast the work goes, from its first step on: what an earlier run did took no time."""
+
+    def __init__(self, total_nbytes: int, clock: Callable[[], float]) -> None:
+        self._total_nbytes = total_nbytes
+        self._clock = clock
+        self._first: tuple[float, int] | None = None
+
+    def words(self, done_nbytes: int) -> tuple[str, str]:
+        """Say how much is done, and in short, for a narrow terminal, how much in a hundred."""
+        now = self._clock()
+        started, before_nbytes = self._first = self._first or (now, done_nbytes)
+        share = f"{done_nbytes * 100 // max(self._total_nbytes, 1)}%"
+        sizes = f"{format_size(done_nbytes)} of {format_size(self._total_nbytes)}"
+        nbytes, seconds = done_nbytes - before_nbytes, now - started
+        if done_nbytes >= self._total_nbytes:  # what is written has to reach the disk, and its name
+            return f"{sizes}, finishing", f"{share}, finishing"
+        if not nbytes or not seconds:
+            return sizes, share
+        left = format_duration(seconds * (self._total_nbytes - done_nbytes) / nbytes)
+        return f"{sizes}, {format_rate(nbytes, seconds)}, {left} left", f"{share}, {left} left"
 
 
 class LineProgress:
@@ -47,8 +74,8 @@ class LineProgress:
     def __init__(self, verb: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._verb = verb
-        self._total_nbytes = 0
-        self._started = self._reported = clock()
+        self._pace = _Pace(0, clock)
+        self._reported = clock()
 
     def __enter__(self) -> Self:
         return self
@@ -63,22 +90,17 @@ class LineProgress:
 
     def on_plan(self, event: PlanStarted, /) -> None:
         """Note how much there is to do."""
-        self._total_nbytes = event.total_nbytes
-        self._started = self._reported = self.clock()
+        self._pace = _Pace(event.total_nbytes, self.clock)
+        self._reported = self.clock()
 
     def on_step(self, event: StepFinished, /) -> None:
         """Write a line if the last one is old."""
+        words, _ = self._pace.words(event.done_nbytes)
         now = self.clock()
         if now - self._reported < _SECONDS_BETWEEN_LINES or not event.done_nbytes:
             return
         self._reported = now
-        seconds = now - self._started
-        left = seconds * (self._total_nbytes - event.done_nbytes) / event.done_nbytes
-        tell(
-            f"{self._verb} {event.tensor}: "
-            f"{format_size(event.done_nbytes)} of {format_size(self._total_nbytes)}, "
-            f"{format_rate(event.done_nbytes, seconds)}, {format_duration(left)} left"
-        )
+        tell(f"{self._verb} {event.tensor}: {words}")
 
     def on_drift(self, event: ReplicaDrift, /) -> None:
         """Leave it to the report, which lists every drift once."""
@@ -94,10 +116,12 @@ class LineProgress:
 class BarProgress:
     """A bar with the rate and the time left, gone when the work is done or has failed."""
 
-    def __init__(self, verb: str) -> None:
+    def __init__(self, verb: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._verb = verb
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        self._pace = _Pace(0, clock)
 
     def __enter__(self) -> Self:
         return self
@@ -115,31 +139,32 @@ class BarProgress:
     def on_plan(self, event: PlanStarted, /) -> None:
         """Draw the bar."""
         from rich.console import Console  # noqa: PLC0415
-        from rich.progress import (  # noqa: PLC0415
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
+        from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415
+        from rich.table import Column  # noqa: PLC0415
 
+        console = Console(stderr=True)
+        words = "words" if console.width >= _WIDTH_OF_WORDS else "short"
+        # What does not fit would go on in a second line, with half a number in each.
+        whole = Column(no_wrap=True, overflow="crop")
+        verb = TextColumn("{task.description}", markup=False, table_column=whole)
+        self._pace = _Pace(event.total_nbytes, self._clock)
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
+            *([verb] if console.width >= _WIDTH_OF_VERB else []),
+            *([BarColumn()] if console.width >= _WIDTH_OF_BAR else []),
+            TextColumn(f"{{task.fields[{words}]}}", markup=False, table_column=whole.copy()),
+            console=console,
             transient=True,
         )
-        self._task = self._progress.add_task(self._verb, total=event.total_nbytes)
+        self._task = self._progress.add_task(
+            self._verb, total=event.total_nbytes, words="", short=""
+        )
         self._progress.start()
 
     def on_step(self, event: StepFinished, /) -> None:
         """Move the bar."""
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=event.done_nbytes)
+            words, short = self._pace.words(event.done_nbytes)
+            self._progress.update(self._task, completed=event.done_nbytes, words=words, short=short)
 
     def on_drift(self, event: ReplicaDrift, /) -> None:
         """Leave it to the report, which lists every drift once."""
