@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,6 +105,19 @@ def test_the_first_signal_is_told_and_the_second_ends_at_once_with_what_to_do(
 
     assert ran(STOPPED, number.value) == (0, "told\n", first)
     assert ran(STOPPED, number.value, number.value) == (-number, "", first + second)
+
+
+def test_a_terminal_gets_its_line_and_its_cursor_back() -> None:
+    inner, outer = os.openpty()
+    program = (sys.executable, "-c", STOPPED, *[str(signal.SIGINT.value)] * 2)
+    env = {**os.environ, "PYTHONPATH": SOURCE}
+    subprocess.run(program, env=env, stderr=outer, check=False)
+    os.close(outer)
+    told = os.read(inner, 1000).decode()
+    os.close(inner)
+
+    first, second = (f"\r\x1b[K{ahead}restride: " for ahead in ("", "\x1b[?25h"))
+    assert re.fullmatch(rf"{re.escape(first)}stopping .*\r\n{re.escape(second)}ended .*\r\n", told)
 
 
 def test_a_stop_is_heard_where_nobody_reads_that_it_was() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -72,6 +73,18 @@ def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ExecutionError, match="absent: no such file or folder"):
         open_catalog(tmp_path / "absent")
+
+
+def test_what_may_not_be_looked_at_is_not_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: object) -> object:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "lstat", refuse)
+
+    with pytest.raises(ExecutionError, match=r"a/b: cannot be looked at \(Permission denied\)"):
+        detect_format(tmp_path / "a" / "b")
 
 
 def test_only_the_reader_that_is_needed_is_imported(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ Your own data
   restride check CKPT                     is it whole, are replicas the same?
   restride convert CKPT OUT               weights to safetensors, bit for bit
   restride convert CKPT OUT --states all  master weights and moments as well
+  restride convert CKPT OUT --to deepspeed --dp 8 --tp 1
+                                          for load_checkpoint on other ranks
   restride layouts                        the layouts that are known by name"""
 
 

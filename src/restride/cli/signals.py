@@ -21,7 +21,8 @@ _STOPPING: Final = (signal.SIGINT, signal.SIGTERM)
 _TOLD: Final = b"restride: stopping at the end of a step; once more to end at once\n"
 _ENDED: Final = b"restride: ended at once; run it again with --resume\n"
 # The bar of a terminal hides the cursor; a process that is ended has no time to take it away.
-_CURSOR: Final = b"\r\x1b[K\x1b[?25h"
+_CURSOR: Final = b"\x1b[?25h"
+_NO_BAR: Final = b"\r\x1b[K"
 
 
 @contextmanager
@@ -50,12 +51,12 @@ def stop_on_signals(*, is_told: bool = True) -> Iterator[threading.Event]:
         del frame
         if stop.is_set():
             if is_told:
-                _write(_CURSOR + _ENDED if os.isatty(2) else _ENDED)
+                _write(_ENDED, ahead=_NO_BAR + _CURSOR)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         stop.set()
         if is_told:
-            _write(_TOLD)
+            _write(_TOLD, ahead=_NO_BAR)
 
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may say what a signal does
@@ -68,11 +69,11 @@ def stop_on_signals(*, is_told: bool = True) -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _write(line: bytes) -> None:
-    """Write to standard error from a handler.
+def _write(line: bytes, *, ahead: bytes) -> None:
+    """Write to standard error from a handler; ahead of it to a terminal what clears the place.
 
     Whoever is interrupted may be in the middle of writing there, and whoever reads it, such as
     `tee`, may have ended at the same ^C.
     """
     with suppress(OSError):
-        os.write(2, line)
+        os.write(2, ahead + line if os.isatty(2) else line)

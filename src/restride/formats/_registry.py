@@ -91,8 +91,12 @@ def detect_format(path: str | PathLike[str]) -> Format:
         ExecutionError: The path is not there, or the system cannot read it.
     """
     place = Path(path)
-    if not os.path.lexists(place):
-        raise ExecutionError("no such file or folder", where=str(place))
+    try:
+        os.lstat(place)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ExecutionError("no such file or folder", where=str(place)) from error
+    except OSError as error:  # a folder above it that may not be entered, say
+        raise ExecutionError(f"cannot be looked at ({error.strerror})", where=str(place)) from error
     if not place.is_dir():
         if place.name.endswith(_SAFETENSORS):
             return "safetensors"
