@@ -236,6 +236,27 @@ def test_what_the_system_refuses_comes_with_what_would_work(
     assert re.fullmatch(r"restride: /a/b: cannot be opened \(no\); \w.*\w\)?\n", said), said
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("checkpont-500", "did you mean '{here}/checkpoint-500'?"),
+        ("checkpont-500/step", "did you mean '{here}/checkpoint-500/step'?"),
+        ("runs/7/checkpoint-500", "{here} is there, and has no 'runs'"),
+        ("model", None),
+    ],
+)
+def test_a_name_that_is_not_there_comes_with_what_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, says: str | None
+) -> None:
+    (tmp_path / "checkpoint-500").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    said = run("info", wrong)
+
+    remedy = "" if says is None else f"; {says.format(here=tmp_path)}"
+    assert (said.code, said.err) == (2, f"restride: {wrong}: no such file or folder{remedy}\n")
+
+
 def test_a_remedy_that_is_known_nearer_to_the_error_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     error = ExecutionError("cannot be opened (no)", where="/a/b", remedy="do it")
     error.__cause__ = OSError(errno.EACCES, "no")

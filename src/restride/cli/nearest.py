@@ -20,12 +20,17 @@ def closest(name: str, known: Iterable[str]) -> list[str]:
         ['codegen-qkv']
         >>> closest("bloom", ["bloom-qkv", "split"])
         ['bloom-qkv']
+        >>> closest("READNE.md", ["README.md", "docs"])
+        ['README.md']
     """
     from difflib import get_close_matches  # noqa: PLC0415 - only where a name is wrong
 
     names = list(known)
-    alike = get_close_matches(name.lower(), names, _MOST_NAMED)
-    return alike or [other for other in names if name and other.startswith(name)][:_MOST_NAMED]
+    by_lower = {other.lower(): other for other in names}
+    alike = get_close_matches(name.lower(), by_lower, _MOST_NAMED)
+    return [by_lower[other] for other in alike] or [
+        other for other in names if name and other.startswith(name)
+    ][:_MOST_NAMED]
 
 
 def meant(names: Sequence[str]) -> str:

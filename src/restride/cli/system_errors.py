@@ -6,12 +6,18 @@ import errno
 import os
 import pwd
 from contextlib import suppress
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from restride.cli.nearest import closest
 
 if TYPE_CHECKING:
     from restride.errors import RestrideError
 
 __all__ = ["os_sentence", "with_remedy"]
+
+_MOST_LOOKED_AT: Final = 1000
 
 _REMEDIES: Final = {
     errno.EROFS: "its file system is read-only: name another place",
@@ -45,7 +51,23 @@ def remedy_of(error: OSError) -> str:
     """What would work against an error of the system; empty where nobody can say."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"have its owner give {_user()} access, or run this as somebody who has it"
+    if isinstance(error, FileNotFoundError) and isinstance(error.filename, str | os.PathLike):
+        return _what_is_there(Path(error.filename))
     return _REMEDIES.get(error.errno or 0, "")
+
+
+def _what_is_there(path: Path) -> str:
+    """Where a path ends that is not there, or which names beside it are like its own."""
+    with suppress(OSError):
+        there = next(folder for folder in path.absolute().parents if folder.exists())
+        missing = path.absolute().relative_to(there).parts[0]
+        names = [entry.name for entry in islice(there.iterdir(), _MOST_LOOKED_AT)]
+        if close := closest(missing, names):
+            rest = path.absolute().relative_to(there / missing)
+            return f"did you mean {str(there / close[0] / rest)!r}?"
+        if there != path.absolute().parent:
+            return f"{there} is there, and has no {missing!r}"
+    return ""
 
 
 def _user() -> str:
