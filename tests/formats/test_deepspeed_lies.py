@@ -203,7 +203,7 @@ def test_a_padding_that_one_rank_alone_makes_up(tmp_path):
         of_state(lambda state: state.update(group_paddings=[2**40])),
     )
 
-    refused(tmp_path / "run", "has far more than the 30 that")
+    refused(tmp_path / "run", "has far more than the 30 elements")
 
 
 def test_groups_that_the_model_does_not_have(saved):

@@ -133,7 +133,7 @@ def test_groups_that_the_model_files_do_not_count_are_refused(tmp_path):
         lambda value: value["param_groups"].append({"lr": 1}),
     )
 
-    with pytest.raises(CorruptError, match=r"counts 3 groups of parameters, .* has 2"):
+    with pytest.raises(CorruptError, match=r"counts 3 parameter groups, .* has 2"):
         read_training(api.open(made))
 
 

@@ -136,23 +136,21 @@ def check_partition(
     if width * count < end:
         raise CorruptError(
             f"{counted(count, 'partition')} of {width} elements cannot hold the {end} elements "
-            "that "
-            "param_shapes lists",
+            "that param_shapes lists",
             where=group.where,
         )
     if width * count - end > _MOST_PADDING * count:
         raise CorruptError(
             f"{counted(count, 'partition')} of {width} elements "
-            f"{which(count, 'has', 'have')} far more than the {end} that "
-            "param_shapes lists",
+            f"{which(count, 'has', 'have')} far more than the {end} elements that param_shapes "
+            "lists",
             where=group.where,
         )
     padding = _expected_padding(width, count, partition, end, is_lean=is_lean)
     if group.padding_numel != padding:
         raise CorruptError(
             f"group_paddings says {counted(group.padding_numel, 'element')}, {padding} are left "
-            "in partition "
-            f"{partition} of {count} after the {end} elements that param_shapes lists",
+            f"in partition {partition} of {count} after the {end} elements that param_shapes lists",
             where=group.where,
         )
     return _check_fragments(group, slots, partition, count, is_round_robin=is_round_robin)
