@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
@@ -18,12 +17,10 @@ import numpy as np
 from restride.arrays.differences import Tolerance, can_compare
 from restride.arrays.fingerprint import SCRATCH_NBYTES, finish
 from restride.checkpoint.catalog import Finding
-from restride.checkpoint.fingerprints import fingerprints_from_json
-from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
 from restride.checkpoint.pairing import arrays_of, pair_arrays, tensors_by_name
 from restride.checkpoint.proofs import prove_catalog
 from restride.checkpoint.soundness import errors_in
-from restride.errors import BudgetError, CorruptError, ExecutionError, FormatError, PlanError
+from restride.errors import BudgetError, CorruptError, PlanError
 from restride.executors.comparing import CompareWriter
 from restride.executors.digesting import DigestWriter
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
@@ -31,6 +28,7 @@ from restride.executors.sources import CatalogReader, default_workers
 from restride.executors.streaming import StreamingExecutor
 from restride.formats._registry import open_catalog
 from restride.planning.conversion import plan_reading
+from restride.storage.fingerprint_files import read_fingerprints
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
@@ -59,13 +57,6 @@ __all__ = [
 _Array: TypeAlias = "tuple[str, str, StateEntry, DType]"
 
 _DEFAULT_BUDGET_NBYTES: Final = 512 << 20
-_OF_MANIFESTS: Final = b'"restride-manifest/'
-_HEAD_NBYTES: Final = 64
-# Those of millions of arrays; whoever names a checkpoint's own file shall not wait for all of it.
-_LARGEST_NBYTES: Final = 1 << 30
-_WHAT_HAS_FINGERPRINTS: Final = (
-    "name a file that `restride fingerprint -o` wrote, or an output of a conversion"
-)
 # Temporaries of one thread while values that differ are looked at.
 _COMPARING_NBYTES: Final = 1 << 20
 
@@ -336,45 +327,6 @@ def _deviations(
     if more:
         message = f"arrays of which {file} has no fingerprint: {more}"
         yield Finding("note", "fingerprint-unknown", message, "", {"arrays": more})
-
-
-def read_fingerprints(file: str | PathLike[str]) -> Fingerprints:
-    """Read what `check_against` compares with, so that a wrong file is told before long work.
-
-    Args:
-        file: What `restride fingerprint -o` wrote, or an output of a conversion, or its manifest.
-
-    Raises:
-        FormatError: There are no fingerprints in it.
-        ExecutionError: It cannot be read.
-    """
-    path = Path(file)
-    if path.joinpath(MANIFEST_NAME).is_file():
-        path /= MANIFEST_NAME
-    content = _content(path)
-    # By what it says, too: a manifest may have been kept under another name.
-    if path.name == MANIFEST_NAME or _OF_MANIFESTS in content[:_HEAD_NBYTES]:
-        return manifest_from_json(content, where=str(path)).tensors
-    return fingerprints_from_json(content, where=str(path))
-
-
-def _content(file: str | PathLike[str]) -> bytes:
-    try:
-        with Path(file).open("rb") as opened:
-            content = opened.read(_LARGEST_NBYTES + 1)
-    except OSError as error:
-        raise ExecutionError(
-            f"cannot be read ({error.strerror})",
-            where=str(file),
-            remedy=_WHAT_HAS_FINGERPRINTS,
-        ) from error
-    if len(content) > _LARGEST_NBYTES:
-        raise FormatError(
-            f"holds no fingerprints: it is larger than {_LARGEST_NBYTES:,} bytes",
-            where=str(file),
-            remedy=_WHAT_HAS_FINGERPRINTS,
-        )
-    return content
 
 
 def _fingerprints(

@@ -17,6 +17,7 @@ from restride.arrays.fingerprint import finish
 from restride.checkpoint.fingerprints import fingerprints_to_json
 from restride.errors import BudgetError, ExecutionError, FormatError, PlanError
 from restride.executors.events import NullObserver
+from restride.storage import fingerprint_files
 from restride.testing.command_line import SAMPLE
 from restride.testing.fingerprints import digest_slowly
 from restride.testing.gather import gather
@@ -290,7 +291,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_a_file_too_large_to_hold_fingerprints_is_not_read_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison, "_LARGEST_NBYTES", 1 << 20)
+    monkeypatch.setattr(fingerprint_files, "_LARGEST_NBYTES", 1 << 20)
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(1 << 40)
 

@@ -1,0 +1,64 @@
+"""Read files of fingerprints: those of `restride fingerprint`, and manifests of outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from restride.checkpoint.fingerprints import fingerprints_from_json
+from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
+from restride.errors import ExecutionError, FormatError
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from restride.checkpoint.fingerprints import Fingerprints
+
+__all__ = ["read_fingerprints"]
+
+_OF_MANIFESTS: Final = b'"restride-manifest/'
+_HEAD_NBYTES: Final = 64
+# Those of millions of arrays; whoever names a checkpoint's own file shall not wait for all of it.
+_LARGEST_NBYTES: Final = 1 << 30
+_WHAT_HAS_FINGERPRINTS: Final = (
+    "name a file that `restride fingerprint -o` wrote, or an output of a conversion"
+)
+
+
+def read_fingerprints(file: str | PathLike[str]) -> Fingerprints:
+    """Read what `restride.comparison.check_against` compares with, before the long work.
+
+    Args:
+        file: What `restride fingerprint -o` wrote, or an output of a conversion, or its manifest.
+
+    Raises:
+        FormatError: There are no fingerprints in it.
+        ExecutionError: It cannot be read.
+    """
+    path = Path(file)
+    if path.joinpath(MANIFEST_NAME).is_file():
+        path /= MANIFEST_NAME
+    content = _content(path)
+    # By what it says, too: a manifest may have been kept under another name.
+    if path.name == MANIFEST_NAME or _OF_MANIFESTS in content[:_HEAD_NBYTES]:
+        return manifest_from_json(content, where=str(path)).tensors
+    return fingerprints_from_json(content, where=str(path))
+
+
+def _content(file: str | PathLike[str]) -> bytes:
+    try:
+        with Path(file).open("rb") as opened:
+            content = opened.read(_LARGEST_NBYTES + 1)
+    except OSError as error:
+        raise ExecutionError(
+            f"cannot be read ({error.strerror})",
+            where=str(file),
+            remedy=_WHAT_HAS_FINGERPRINTS,
+        ) from error
+    if len(content) > _LARGEST_NBYTES:
+        raise FormatError(
+            f"holds no fingerprints: it is larger than {_LARGEST_NBYTES:,} bytes",
+            where=str(file),
+            remedy=_WHAT_HAS_FINGERPRINTS,
+        )
+    return content
