@@ -370,9 +370,7 @@ def test_a_missing_optimizer_file_of_a_stage_is_said_and_its_states_are_left_out
     catalog = read_catalog(folder)
 
     missing = [finding for finding in catalog.findings if finding.kind == "missing-file"]
-    assert ["of stage 1 is missing (dp 1 tp 0)" in finding.message for finding in missing] == [
-        True
-    ]
+    assert ["of stage 1 is missing (dp 1 tp 0)" in finding.message for finding in missing] == [True]
     held = {tensor.name for tensor in catalog.tensors if "fp32" in tensor.states}
     assert "1.down.weight" in held
     assert "3.down.weight" not in held
