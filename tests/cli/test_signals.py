@@ -20,6 +20,9 @@ SOURCE = str(Path(_app.__file__).parents[2])
 INTERRUPTED_IMPORT = """
 import os, signal, sys
 
+# What is started in the background of a script ignores interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 class Interrupts:
     def find_spec(self, name, *_):
         if name == "restride.cli._app":

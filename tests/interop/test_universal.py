@@ -313,7 +313,7 @@ def require_held(saved: Path, expected: Path) -> None:
         assert held[key].tobytes() == source[key].tobytes(), key
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_engine_of_zero_3_with_tensor_parallelism_takes_a_run_of_zero_1_without(
     shared: Path, tmp_path: Path
 ) -> None:
@@ -349,7 +349,7 @@ def test_the_sharded_form_of_a_folder_is_what_an_engine_holds_that_loaded_it(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_momentum_goes_on_where_the_peer_knows_only_adam(shared: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config = {

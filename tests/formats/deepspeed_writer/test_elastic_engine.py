@@ -63,6 +63,7 @@ def test_training_goes_on_from_files_without_hyperparameters_and_from_given_ones
     assert engine(**job, zero=3, config=other, load=tmp_path / "three") == unbroken[2:]
 
 
+@pytest.mark.thorough
 def test_muon_goes_on_after_it_was_on_ranks_that_sort_its_parameters_otherwise(
     engine, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def test_an_engine_under_zero_init_goes_on_with_the_order_of_the_model_and_mixes
     assert losses[False, True] != unbroken
 
 
+@pytest.mark.thorough
 def test_a_run_under_zero_init_goes_on_under_it_and_where_there_is_none(
     engine: Any, tmp_path: Path
 ) -> None:
@@ -59,6 +60,7 @@ def test_a_run_under_zero_init_goes_on_under_it_and_where_there_is_none(
     assert engine(**job, zero=1, load=tmp_path / "one") == unbroken
 
 
+@pytest.mark.thorough
 def test_experts_of_muon_go_to_another_stage_and_to_one_rank_and_back(
     engine: Any, tmp_path: Path
 ) -> None:
