@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from os import PathLike
 
     from restride.checking import CheckReport, check
@@ -55,24 +56,28 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def open(path: str | PathLike[str]) -> Catalog:  # noqa: A001 - reads as restride.open
+def open(  # noqa: A001 - reads as restride.open
+    path: str | PathLike[str], *, pp_tied: Mapping[str, Sequence[int]] | None = None
+) -> Catalog:
     """Find out what is in a checkpoint, without loading a tensor.
 
     Args:
         path: A DeepSpeed checkpoint (its folder, or one of its tags), a universal folder, a
             safetensors file or a folder of them.
+        pp_tied: As for `restride.convert`, of a pipeline without ZeRO.
 
     Returns:
         Tensors, states, layouts, and where their bytes are.
 
     Raises:
         FormatError: It is no checkpoint that is known, or one that is damaged.
-        UnsupportedError: It is one that this version cannot read.
+        UnsupportedError: It is one that this version cannot read, or what is told is not so, or
+            matters to nothing.
         ExecutionError: A file cannot be read.
 
     Cost:
         Reads headers only; time grows with the number of tensors, not with their size.
     """
-    from restride.formats._registry import open_catalog  # noqa: PLC0415 - as the others are
+    from restride.formats._registry import open_catalogs  # noqa: PLC0415 - as the others are
 
-    return open_catalog(path)
+    return open_catalogs(path, pp_tied=pp_tied)[0]

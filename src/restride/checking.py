@@ -17,11 +17,11 @@ from restride.executors.progress import Continued
 from restride.executors.running import run_plan
 from restride.executors.sources import default_budget_nbytes, default_workers
 from restride.executors.verifying import digest_rows
-from restride.formats._registry import open_catalog
+from restride.formats._registry import open_catalogs
 from restride.planning.conversion import plan_comparison
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from os import PathLike
 
     from restride.checkpoint.catalog import Catalog
@@ -62,6 +62,7 @@ def check(
     path: str | PathLike[str],
     *,
     budget_nbytes: int | None = None,
+    pp_tied: Mapping[str, Sequence[int]] | None = None,
     observer: Observer | None = None,
 ) -> CheckReport:
     """Prove that a checkpoint is whole, and compare what it holds more than once.
@@ -75,6 +76,7 @@ def check(
         path: As for `open`.
         budget_nbytes: Most memory for plan and buffers. Default: 512 MiB, or a quarter of what
             the cgroup allows where that is less.
+        pp_tied: As for `restride.convert`, of a pipeline without ZeRO.
         observer: Receives progress.
 
     Returns:
@@ -89,7 +91,7 @@ def check(
         and master copies, one copy of each once more; all files that a manifest names, too.
     """
     started = time.perf_counter()
-    catalog = open_catalog(path)
+    (catalog,) = open_catalogs(path, pp_tied=pp_tied)
     findings = [*_judged(catalog), *prove_catalog(catalog)]
     # What a broken layout would read is not what the tensor is: compare the sound ones only.
     broken = {finding.where for finding in findings if finding.severity == "error"}

@@ -26,7 +26,7 @@ from restride.executors.digesting import DigestWriter
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
 from restride.executors.sources import CatalogReader, default_workers
 from restride.executors.streaming import StreamingExecutor
-from restride.formats._registry import open_catalog
+from restride.formats._registry import open_catalogs
 from restride.planning.conversion import plan_reading
 from restride.storage.fingerprint_files import read_fingerprints
 from restride.storage.ranges import FilePool
@@ -139,6 +139,7 @@ def diff(
     states: States = "all",
     rename: Sequence[tuple[str, str]] = (),
     budget_nbytes: int = _DEFAULT_BUDGET_NBYTES,
+    pp_tied: Mapping[str, Sequence[int]] | None = None,
     observer: Observer | None = None,
 ) -> DiffReport:
     r"""Compare the tensors of two checkpoints of any format and sharding.
@@ -157,6 +158,7 @@ def diff(
         rename: Rules (OLD, NEW) for the names of `a`. The first rule whose regular expression OLD
             matches a whole name replaces that name by NEW, in which ``\1`` is the first group.
         budget_nbytes: Most memory for plans and buffers.
+        pp_tied: As for `restride.convert`, of pipelines without ZeRO.
         observer: Receives progress, counted in bytes of `a`.
 
     Returns:
@@ -174,7 +176,8 @@ def diff(
     """
     started = time.perf_counter()
     tolerance = _tolerance(rtol, atol)
-    catalogs = open_catalog(a), open_catalog(b)
+    first, second = open_catalogs(a, b, pp_tied=pp_tied)
+    catalogs = first, second
     pairs, only_a, only_b = pair_arrays(*catalogs, states, rename)
     readable = [
         pair
@@ -220,6 +223,7 @@ def fingerprint(
     *,
     states: States = "all",
     budget_nbytes: int = _DEFAULT_BUDGET_NBYTES,
+    pp_tied: Mapping[str, Sequence[int]] | None = None,
     observer: Observer | None = None,
 ) -> dict[str, dict[str, str]]:
     """Take the fingerprint of every array: the same under every sharding, format and budget.
@@ -231,6 +235,7 @@ def fingerprint(
         path: As for `restride.open`.
         states: Only the weights, or every state.
         budget_nbytes: Most memory for plan and buffers.
+        pp_tied: As for `restride.convert`, of a pipeline without ZeRO.
         observer: Receives progress.
 
     Returns:
@@ -245,7 +250,7 @@ def fingerprint(
     Cost:
         Every element is read once; twice where a weight is the master copy, rounded.
     """
-    catalog = open_catalog(path)
+    (catalog,) = open_catalogs(path, pp_tied=pp_tied)
     errors = errors_in(catalog.findings, only_weights=states == "weights")
     if errors:
         raise CorruptError(
@@ -264,6 +269,7 @@ def check_against(
     file: str | PathLike[str],
     *,
     budget_nbytes: int = _DEFAULT_BUDGET_NBYTES,
+    pp_tied: Mapping[str, Sequence[int]] | None = None,
     observer: Observer | None = None,
 ) -> tuple[Finding, ...]:
     """Compare a checkpoint with fingerprints that were taken before, of whatever sharding.
@@ -272,6 +278,7 @@ def check_against(
         path: As for `restride.open`.
         file: What `restride fingerprint -o` wrote, the manifest of an output, or the output.
         budget_nbytes: Most memory for plan and buffers.
+        pp_tied: As for `restride.convert`, of a pipeline without ZeRO.
         observer: Receives progress.
 
     Returns:
@@ -284,7 +291,7 @@ def check_against(
         BudgetError: The budget is too small for any buffer.
     """
     expected = read_fingerprints(file)
-    catalog = open_catalog(path)
+    (catalog,) = open_catalogs(path, pp_tied=pp_tied)
     broken = {finding.where for finding in prove_catalog(catalog) if finding.severity == "error"}
     by_name = tensors_by_name(catalog)
     wanted = {

@@ -21,7 +21,7 @@ from restride.planning.conversion import Job
 from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
     from os import PathLike
 
     from restride.checkpoint.catalog import Catalog, Finding
@@ -88,7 +88,7 @@ def prepare(
     """
     # What the files hold is asked for three times, and let go with this call.
     opened = TorchFiles()
-    catalog = open_catalog(path, opened, _told(wanted))
+    catalog = open_catalog(path, opened, wanted.pp_tied)
     only_weights = wanted.to == "safetensors" and wanted.states != "all"
     noticed = (*catalog.findings, *master_findings(catalog))
     require_sound(noticed, only_weights=only_weights)
@@ -123,15 +123,6 @@ def prepare(
     options = {**asdict(wanted), "replicas": replicas}
     first = describe_job(catalog, reader, export.output, task.plan, options)
     return Prepared(catalog, reader, export, decided, task, first, spots)
-
-
-def _told(wanted: Wanted) -> Mapping[str, tuple[int, ...]] | None:
-    """What the user says of the layers of a pipeline that share a module."""
-    if wanted.pp_tied is None:
-        return None
-    from restride.formats.deepspeed.stage_cut import read_ties  # noqa: PLC0415 - rarely said
-
-    return read_ties(wanted.pp_tied)
 
 
 def _spots(catalog: Catalog, budget_nbytes: int, *, only_weights: bool) -> tuple[Finding, ...]:

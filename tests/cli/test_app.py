@@ -170,7 +170,7 @@ def test_a_system_without_memory_or_threads_is_one_sentence_and_no_finding(
 def test_an_error_that_is_ours_to_mend_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("dictionary changed size during iteration")
 
     monkeypatch.setattr(api, "open", broken)
@@ -288,7 +288,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(lines: int) -> None:
         "import sys; from restride import api; from restride.checkpoint.catalog import Catalog, "
         "Finding; from restride.algebra.mesh import Mesh; from restride.cli import main;"
         f"found = tuple(Finding('note', 'x', 'y' * 80) for _ in range({lines}));"
-        "api.open = lambda _: Catalog('f', 'r', (), Mesh(()), (), {}, found);"
+        "api.open = lambda _, **__: Catalog('f', 'r', (), Mesh(()), (), {}, found);"
         "sys.exit(main(['info', 'x']))"
     )
 

@@ -41,7 +41,7 @@ def catalog(monkeypatch: pytest.MonkeyPatch) -> Catalog:
         {"step": 3},
         (Finding("note", "odd", "tensor 'base' is odd", "tensor 'base'", {"n": 1}),),
     )
-    monkeypatch.setattr(api, "open", lambda _: made)
+    monkeypatch.setattr(api, "open", lambda _, **__: made)
     return made
 
 
@@ -89,7 +89,7 @@ def test_a_checkpoint_without_tensors_is_no_accident(
     monkeypatch: pytest.MonkeyPatch, catalog: Catalog
 ) -> None:
     empty = Catalog(catalog.format, "root", (), catalog.mesh, (), {})
-    monkeypatch.setattr(api, "open", lambda _: empty)
+    monkeypatch.setattr(api, "open", lambda _, **__: empty)
 
     assert run("info", "x").out.splitlines()[1:] == [
         "no tensors, 0 elements, in 0 files of 0 B",

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from safetensors import safe_open
 
+import restride
 from restride import api
 from restride.algebra.coverage import Covered, prove
 from restride.arrays.extract import extract
+from restride.comparison import check_against
 from restride.errors import CorruptError, FormatError, ReplicaError, UnsupportedError
 from restride.formats._registry import open_catalog
 from restride.formats.deepspeed import read_catalog
@@ -120,7 +122,7 @@ def test_files_of_the_bf16_optimizer_say_the_shapes_where_the_models_do_not(tmp_
 @pytest.mark.parametrize("name", NAMES)
 def test_every_shard_is_that_which_the_engine_gathered_on_its_stage(name):
     path = RECORDED / name
-    catalog = open_catalog(path, tied=TOLD.get(name))
+    catalog = open_catalog(path, pp_tied=TOLD.get(name))
     assert "unmatched-states" not in {finding.kind for finding in catalog.findings}
     states, layouts = gather_all(catalog), {t.name: t.layout for t in catalog.tensors}
     seen = set()
@@ -270,11 +272,42 @@ def test_copies_that_drifted_are_refused_until_one_is_chosen(tmp_path):
 def test_all_states_convert_and_stay_what_they_are(name, tmp_path):
     api.convert(RECORDED / name, tmp_path / "out", states="all", pp_tied=TOLD.get(name))
 
-    source = gather_all(open_catalog(RECORDED / name, tied=TOLD.get(name)))
+    source = gather_all(open_catalog(RECORDED / name, pp_tied=TOLD.get(name)))
     written = gather_all(api.open(tmp_path / "out"))
     assert source.keys() == written.keys()
     for key, array in source.items():
         assert np.array_equal(array, written[key]), key
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_every_command_that_only_looks_is_told_of_ties_as_well(name, tmp_path):
+    source, out, told = RECORDED / name, tmp_path / "out", TOLD[name]
+    api.convert(source, out, states="all", pp_tied=told)
+
+    assert api.check(source, pp_tied=told).verdict == "ok"
+    assert restride.diff(source, out, pp_tied=told).verdict == "same"
+    assert restride.diff(out, source, pp_tied=told).verdict == "same"
+    assert restride.fingerprint(source, pp_tied=told) == restride.fingerprint(out)
+    assert check_against(source, out, pp_tied=told) == ()
+
+
+@pytest.mark.parametrize("look", [api.open, api.check, restride.fingerprint])
+def test_ties_that_matter_to_nothing_are_refused(look):
+    with pytest.raises(UnsupportedError, match="leave --pp-tied out"):
+        look(RECORDED / "tied_z1", pp_tied={"embed": [0, 5]})
+
+
+def test_without_that_the_states_are_left_out_with_one_reason_for_all_stages(tmp_path):
+    source, out = RECORDED / "fp32_tied_z0", tmp_path / "out"
+    api.convert(source, out, states="all", pp_tied=TOLD["fp32_tied_z0"])
+    findings = api.open(source).findings
+
+    assert api.check(source).verdict != "ok"
+    assert restride.diff(source, out).verdict == "different"
+
+    assert [finding.kind for finding in findings if finding.severity == "error"] == [
+        "unmatched-states"
+    ]
 
 
 def test_a_universal_folder_has_the_stages_and_says_that_buffers_are_lost(tmp_path):

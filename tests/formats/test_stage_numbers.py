@@ -214,7 +214,7 @@ def test_two_layers_alike_on_a_stage_may_be_tied_and_nothing_else_tells():
     found = number_stages(layers(2, 2), [stage(*BLOCK, *BLOCK)], None)
 
     assert isinstance(found, Unmatched)
-    assert "convert with --pp-tied none" in found.reason
+    assert "say --pp-tied none" in found.reason
 
 
 @pytest.mark.parametrize(

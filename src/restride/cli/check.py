@@ -16,6 +16,7 @@ from restride.cli.options import PathName, json_option, memory_option
 from restride.cli.output import open_page, write_json
 from restride.cli.progress import open_progress
 from restride.cli.sizes import format_count, format_size
+from restride.cli.stage_options import tied_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,9 +43,17 @@ Examples:
     help="Compare with the fingerprints that restride fingerprint -o FILE has written, or with "
     "those in the restride.json of a conversion, which may be named by its folder.",
 )
+@tied_option
 @memory_option
 @json_option
-def command(checkpoint: str, *, against: str | None, memory: int, as_json: bool) -> int:
+def command(
+    checkpoint: str,
+    *,
+    against: str | None,
+    pp_tied: dict[str, tuple[int, ...]] | None,
+    memory: int,
+    as_json: bool,
+) -> int:
     """Is a checkpoint whole, consistent and intact? Prove it.
 
     Proves that every element of every tensor and state is held by some rank and that each shard
@@ -57,11 +66,11 @@ def command(checkpoint: str, *, against: str | None, memory: int, as_json: bool)
     if against is not None:
         comparison.read_fingerprints(against)
     with open_progress("checking") as observer:
-        report = api.check(checkpoint, budget_nbytes=memory, observer=observer)
+        report = api.check(checkpoint, budget_nbytes=memory, pp_tied=pp_tied, observer=observer)
     if against is not None:
         with open_progress("comparing fingerprints") as observer:
             deviations = comparison.check_against(
-                checkpoint, against, budget_nbytes=memory, observer=observer
+                checkpoint, against, budget_nbytes=memory, pp_tied=pp_tied, observer=observer
             )
         report = replace(report, findings=(*report.findings, *deviations))
     if as_json:

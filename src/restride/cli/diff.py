@@ -16,6 +16,7 @@ from restride.cli.output import Column, open_page, write_json
 from restride.cli.picture import format_shape
 from restride.cli.progress import open_progress
 from restride.cli.sizes import format_count, format_size
+from restride.cli.stage_options import tied_option
 from restride.wording import which
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ _MOST_SHOWN: Final = 20
     callback=as_rules,
     help="Look for names of A that the regular expression OLD matches as a whole under NEW in B.",
 )
+@tied_option
 @memory_option
 @json_option
 def command(
@@ -73,6 +75,7 @@ def command(
     atol: float,
     states: Literal["weights", "all"],
     rename: Sequence[tuple[str, str]],
+    pp_tied: dict[str, tuple[int, ...]] | None,
     memory: int,
     as_json: bool,
 ) -> int:
@@ -96,6 +99,7 @@ def command(
             states=states,
             rename=rename,
             budget_nbytes=memory,
+            pp_tied=pp_tied,
             observer=observer,
         )
     if as_json:

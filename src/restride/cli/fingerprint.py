@@ -14,6 +14,7 @@ from restride.cli.options import PathName, json_option, memory_option, states_op
 from restride.cli.output import Column, open_page, write_json
 from restride.cli.progress import open_progress
 from restride.cli.sizes import format_count
+from restride.cli.stage_options import tied_option
 from restride.errors import ExistsError
 from restride.storage.atomic_file import write_small_file
 
@@ -40,6 +41,7 @@ Examples:
     help="Write them to FILE, for check --against FILE. Default: print them.",
 )
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@tied_option
 @memory_option
 @json_option
 def command(
@@ -48,6 +50,7 @@ def command(
     states: Literal["weights", "all"],
     out: str | None,
     force: bool,
+    pp_tied: dict[str, tuple[int, ...]] | None,
     memory: int,
     as_json: bool,
 ) -> int:
@@ -63,7 +66,7 @@ def command(
         raise ExistsError("it exists already", where=out, remedy="choose another name, or --force")
     with open_progress("reading") as observer:
         found = comparison.fingerprint(
-            checkpoint, states=states, budget_nbytes=memory, observer=observer
+            checkpoint, states=states, budget_nbytes=memory, pp_tied=pp_tied, observer=observer
         )
     content = fingerprints_to_json(found)
     if out is not None:

@@ -16,6 +16,7 @@ from restride.cli.contents import (
 from restride.cli.findings import show_findings
 from restride.cli.options import PathName, json_option
 from restride.cli.output import open_page, write_json
+from restride.cli.stage_options import tied_option
 
 if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog
@@ -32,14 +33,15 @@ Examples:
 
 @click.command("info", epilog=_EXAMPLES)
 @click.argument("checkpoint", type=PathName())
+@tied_option
 @json_option
-def command(checkpoint: str, *, as_json: bool) -> None:
+def command(checkpoint: str, *, pp_tied: dict[str, tuple[int, ...]] | None, as_json: bool) -> None:
     """What is in a checkpoint, and how is it cut?
 
     CHECKPOINT is a folder that a training job saved, or a file or folder of safetensors. Only
     headers and indices are read, no tensor.
     """
-    catalog = api.open(checkpoint)
+    catalog = api.open(checkpoint, pp_tied=pp_tied)
     if as_json:
         write_json(catalog_to_json(catalog))
         return

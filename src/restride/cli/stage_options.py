@@ -11,7 +11,7 @@ from restride.cli.numbers import Integer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["stage_options"]
+__all__ = ["stage_options", "tied_option"]
 
 _NONE: Final = "none"
 _Decorated = TypeVar("_Decorated", bound="Callable[..., object]")
@@ -33,18 +33,23 @@ def stage_options(command: _Decorated) -> _Decorated:
             "parameters (default), uniform, or one of these with the number of all layers, as "
             "uniform:9. PipelineModule must do the same.",
         ),
-        click.option(
-            "--pp-tied",
-            multiple=True,
-            metavar="KEY=LAYERS",
-            callback=_as_tied,
-            help="All layers that use a tied module, as embed=0,8, where CHECKPOINT does not tell; "
-            "or none, if none are tied. May be repeated.",
-        ),
+        tied_option,
     )
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def tied_option(command: _Decorated) -> _Decorated:
+    """Add ``--pp-tied`` to a command that reads a checkpoint."""
+    return click.option(
+        "--pp-tied",
+        multiple=True,
+        metavar="KEY=LAYERS",
+        callback=_as_tied,
+        help="All layers of a pipeline that use a tied module, as embed=0,8, where the files do "
+        "not tell; or none, if none are tied. May be repeated.",
+    )(command)
 
 
 def _as_tied(

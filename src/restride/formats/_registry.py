@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 from restride.errors import ExecutionError, FormatError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from os import PathLike
 
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.training import Training
     from restride.storage.torch_zip import TorchFiles
 
-__all__ = ["Format", "detect_format", "open_catalog", "open_training"]
+__all__ = ["Format", "detect_format", "open_catalog", "open_catalogs", "open_training"]
 
 Format: TypeAlias = Literal["deepspeed", "safetensors", "universal"]
 
@@ -34,28 +34,49 @@ _LOOKED_FOR: Final = (
 def open_catalog(
     path: str | PathLike[str],
     opened: TorchFiles | None = None,
-    tied: Mapping[str, tuple[int, ...]] | None = None,
+    pp_tied: Mapping[str, Sequence[int]] | None = None,
 ) -> Catalog:
     """Find out what is in a checkpoint of any known format, without loading a tensor.
 
     Args:
         path: A file or a folder.
         opened: What its files are opened by, where others will ask for them again.
-        tied: What is told of the layers of a pipeline that share a module. Formats that do not need
-            it do not ask, and their catalog does not have it.
+        pp_tied: What is told of the layers of a pipeline that share a module. Formats that do not
+            need it do not ask, and their catalog does not have it.
 
     Raises:
         FormatError: It is no checkpoint that is known, or one that is damaged.
-        UnsupportedError: It is one that cannot be read.
+        UnsupportedError: It is one that cannot be read, or what is told is not so.
         ExecutionError: It is not there, or the system cannot read it.
     """
     name = detect_format(path)
     module = import_module(f"restride.formats.{name}")
     options: tuple[object, ...] = () if name == "safetensors" else (opened,)
-    if name == "deepspeed":
-        options = (opened, tied)
+    if name == "deepspeed" and pp_tied is not None:
+        from restride.formats.deepspeed.stage_cut import read_ties  # noqa: PLC0415 - rarely said
+
+        options = (opened, read_ties(pp_tied))
     catalog: Catalog = module.read_catalog(path, *options)
     return catalog
+
+
+def open_catalogs(
+    *paths: str | PathLike[str], pp_tied: Mapping[str, Sequence[int]] | None
+) -> tuple[Catalog, ...]:
+    """As `open_catalog`, of checkpoints that are only looked at: what is told has to matter.
+
+    Raises:
+        UnsupportedError: It matters to none of them, among others.
+    """
+    catalogs = tuple(open_catalog(path, None, pp_tied) for path in paths)
+    if pp_tied is not None and all(catalog.tied is None for catalog in catalogs):
+        raise UnsupportedError(
+            "no names depend on which layers are tied: only pipelines without ZeRO number their "
+            "parameters",
+            where=catalogs[0].root,
+            remedy="leave --pp-tied out",
+        )
+    return catalogs
 
 
 def open_training(catalog: Catalog, opened: TorchFiles | None = None) -> Training:

@@ -241,11 +241,11 @@ def test_stages_that_stay_are_told(tmp_path):
 def test_states_without_zero_go_to_other_stages_and_stages_of_zero(options, tmp_path):
     """What is written without ZeRO is read with the same ties, and what is with it without any."""
     source = RECORDED / "fp32_tied_z0"
-    expected = gather_all(open_catalog(source, tied={"embed": (0, 5)}))
+    expected = gather_all(open_catalog(source, pp_tied={"embed": (0, 5)}))
 
     out = converted(source, tmp_path / "out", pp_tied=HEAD, **options)
 
-    found = gather_all(open_catalog(out, tied={"embed": (0, 5)}))
+    found = gather_all(open_catalog(out, pp_tied={"embed": (0, 5)}))
     # Weights that are trained in fp32 are their own master copies.
     assert found.keys() - expected.keys() <= {key for key in found if key.endswith("/fp32")}
     assert len(expected) == 77
@@ -258,7 +258,7 @@ def test_states_without_zero_go_to_other_stages_and_stages_of_zero(options, tmp_
 
 def test_names_that_an_optimizer_without_zero_was_given_say_which_layers_are_tied(copied, tmp_path):
     folder = copied("fp32_tied_z0")
-    catalog = open_catalog(folder, tied={"embed": (0, 5)})
+    catalog = open_catalog(folder, pp_tied={"embed": (0, 5)})
     expected = gather_all(catalog)
     groups = open_training(catalog).pipeline.stages
     for mp, own in enumerate(groups):
@@ -285,7 +285,7 @@ def test_numbers_are_left_alone_until_it_is_told_which_layers_are_tied(tmp_path)
     findings = api.open(source).findings
 
     assert "unmatched-states" in {finding.kind for finding in findings}
-    assert "nothing says which layers are tied: convert with --pp-tied none" in findings[0].message
+    assert "nothing says which layers are tied: say --pp-tied none" in findings[0].message
     with pytest.raises(CorruptError, match="as --pp-tied embed=0,5"):
         converted(source, tmp_path / "out")
     api.convert(source, tmp_path / "weights")  # which have names
@@ -297,7 +297,7 @@ def test_buffers_tell_layers_apart_that_might_be_tied():
     catalog = api.open(RECORDED / "fp32_tensor_z0")
 
     assert {finding.kind for finding in catalog.findings} == {"numbered-states"}
-    told = open_catalog(RECORDED / "fp32_tensor_z0", tied={})
+    told = open_catalog(RECORDED / "fp32_tensor_z0", pp_tied={})
     assert catalog.tensors == told.tensors
 
 
@@ -352,7 +352,7 @@ def test_flat_groups_of_pipelines_are_copies_of_which_nothing_says_where_they_be
 
     catalog = api.open(folder)
 
-    assert [finding.kind for finding in catalog.findings] == ["unmatched-states"] * 2
+    assert [finding.kind for finding in catalog.findings] == ["unmatched-states"]
     assert "saved as copies, which do not say where one begins" in catalog.findings[0].message
 
 

@@ -40,7 +40,7 @@ _MOST_STEPS: Final = 1_000_000
 _MOST_DIGITS: Final = 7
 _ASKED: Final = (
     "the tied layers of a pipeline have the first numbers of their stage, and nothing says which "
-    "layers are tied: convert with --pp-tied none if none are, or name all layers that use a tied "
+    "layers are tied: say --pp-tied none if none are, or name all layers that use a tied "
     "module, as --pp-tied {key}=0,{last}"
 )
 _Names: TypeAlias = tuple[tuple[str | None, ...], ...]

@@ -263,7 +263,9 @@ def _unmatched(
     )
     files = [source.file for source in sources]
     details = {"part": "optimizer"}
-    run.findings.append(Finding("error", "unmatched-states", message, files[0].where, details))
+    # The stages of a pipeline have one list of findings, and one reason where nothing is told.
+    if all(finding.message != message for finding in run.findings):
+        run.findings.append(Finding("error", "unmatched-states", message, files[0].where, details))
     ranks = [
         WholeRank(
             source.model,
