@@ -68,7 +68,7 @@ def test_without_zero_it_is_told_that_no_layer_is_tied(tmp_path):
     told = run("convert", *options, "--pp-tied", "none")
 
     assert asked.code == 2
-    assert "say --pp-tied none if none is" in " ".join(asked.err.split())
+    assert "say --pp-tied none if none are" in " ".join(asked.err.split())
     assert told.code == 0, told.err
     assert (tmp_path / "out").is_dir()
     both = convert(tmp_path / "both", "--pp-tied", "none", "--pp-tied", "embed=0,5")

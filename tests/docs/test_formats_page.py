@@ -16,12 +16,16 @@ DATA = ROOT / "tests" / "data"
 
 
 def example(cell: str) -> Path:
-    return DATA / cell.strip("`")
+    return DATA / cell.split("`")[1]
+
+
+def told(cell: str) -> dict[str, tuple[int, ...]] | None:
+    return {} if "with `--pp-tied none`" in cell else None
 
 
 @pytest.mark.parametrize("row", READ, ids=lambda row: row[2])
 def test_what_is_read_is_read_as_the_page_says(row):
-    catalog = api.open(example(row[2]))
+    catalog = api.open(example(row[2]), pp_tied=told(row[2]))
 
     assert [catalog.format, str(catalog.mesh)] == row[3:]
     assert not [finding for finding in catalog.findings if finding.severity == "error"]
@@ -32,7 +36,8 @@ def test_what_can_be_made_can_be_made(row, tmp_path):
     for target, said in zip(("safetensors", "universal", "deepspeed"), row[1:], strict=True):
         states = "all" if target == "safetensors" else None
         try:
-            api.convert(example(row[0]), tmp_path / target, to=target, states=states)
+            options = {"to": target, "states": states, "pp_tied": told(row[0])}
+            api.convert(example(row[0]), tmp_path / target, **options)
             found = "yes"
         except RestrideError as error:
             found = str(error)

@@ -36,7 +36,7 @@ class Pipeline:
         keys: list[str],
         functions: set[int],
         starts: list[int],
-        frozen: frozenset[int] = frozenset(),
+        frozen: frozenset[tuple[int, str]] = frozenset(),
     ) -> None:
         self.frozen = frozen
         self.kinds, self.keys, self.starts = kinds, keys, starts
@@ -77,7 +77,11 @@ class Pipeline:
         return {
             name: shape
             for name, shape in self.module(stage).items()
-            if int(layer.get(name.rpartition(".")[0], name.partition(".")[0])) not in self.frozen
+            if (
+                int(layer.get(name.rpartition(".")[0], name.partition(".")[0])),
+                name.rpartition(".")[2],
+            )
+            not in self.frozen
         }
 
     @property
@@ -131,8 +135,11 @@ def pipelines(draw: DrawFn) -> tuple[Pipeline, list[set[int]] | None]:
     made = Pipeline(kinds, keys, set(), starts)
     later = [n for numbers in made.ties.values() for n in numbers[1:]]
     functions = draw(st.sets(st.sampled_from(later))) if later else set()
-    frozen = draw(st.frozensets(st.integers(0, count - 1), max_size=2))
-    made = Pipeline(kinds, keys, functions, starts, frozen)
+    keys_of = [(n, key) for n in range(count) for key in made.shapes(n)]
+    whole = draw(st.sets(st.integers(0, count - 1), max_size=2))
+    some = draw(st.sets(st.sampled_from(keys_of), max_size=2)) if keys_of else set()
+    frozen = some | {own for own in keys_of if own[0] in whole}
+    made = Pipeline(kinds, keys, functions, starts, frozenset(frozen))
     groups = draw(st.sampled_from([None, None, [{2}, {1}]]))
     return made, groups
 
@@ -215,6 +222,15 @@ def test_two_layers_alike_on_a_stage_may_be_tied_and_nothing_else_tells():
 
     assert isinstance(found, Unmatched)
     assert "say --pp-tied none" in found.reason
+
+
+def test_a_frozen_parameter_does_not_make_a_tied_module_a_layer():
+    """The table is tied to a function of the last stage, whose layer has one like it, frozen."""
+    table, inner = (LayerShapes(n, {"weight": (s,)}) for n, s in enumerate([(5, 2), (2, 2)]))
+    last = LayerShapes(2, {"base": ((5, 2),), "weight": ((3, 2),)})
+    stages = [stage((5, 2), (2, 2)), stage((5, 2), (3, 2))]
+
+    assert isinstance(number_stages([table, inner, last], stages, None), Unmatched)
 
 
 @pytest.mark.parametrize(

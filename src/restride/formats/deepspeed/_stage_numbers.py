@@ -10,8 +10,7 @@ fits as well, and which of them are trained is only known where shapes tell.
 
 Where nothing is told, every module may be tied: to a layer of the stage, or to one that uses it
 through a function and has no file. The numbers are named where no module but the next one of the
-stage could be the next that is tied: then none is on two stages, as many numbers as parameters
-leave none out, and the layers have their own order.
+stage could be the next that is tied (`_stage_proof`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
 from restride.formats.deepspeed._stage_layers import TIED, tied_prefix
-from restride.formats.deepspeed._stage_proof import Tied, Tokens, most_alike, none_can_be_tied
+from restride.formats.deepspeed._stage_proof import Tied, Tokens, none_can_be_tied
 from restride.wording import counted
 
 if TYPE_CHECKING:
@@ -87,18 +86,12 @@ class NumberedStage:
         return Counter({None: self.count}) + Counter(own for own in known if own is not None)
 
     @property
-    def tokens(self) -> Tokens | None:
-        """Shapes of one group on all ranks; None where there are several, or shapes not known."""
-        if any(len(groups) != 1 for groups in self.ranks):
-            return None
-        found: list[tuple[Shape, ...]] = []
-        for slots in zip(*(groups[0] for groups in self.ranks), strict=True):
-            shapes = [_shape(slot) for slot in slots]
-            known = tuple(shape for shape in shapes if shape is not None)
-            if len(known) < len(shapes):
-                return None
-            found.append(known)
-        return tuple(found)
+    def has_shapes(self) -> bool:
+        """Whether there is one group on all ranks, and its shapes are known."""
+        return all(
+            len(groups) == 1 and all(_shape(slot) is not None for slot in groups[0])
+            for groups in self.ranks
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,19 +398,13 @@ class _Search:
         """Whether nothing but what nothing is tied in fits."""
         if self._apart.issuperset(self._modules):
             return True
-        stages: list[tuple[Tokens, list[Tied]]] = []
+        stages: list[list[Tied]] = []
         for stage, span in zip(self._stages, way, strict=True):
-            tokens = stage.tokens
-            if tokens is None or stage.by_muon or span.names != (span.order,):
+            if not stage.has_shapes or stage.by_muon or span.names != (span.order,):
                 return False
             own = self._numbers[span.begin : span.end]
-            stages.append((tokens, [self._tied_or_not(number) for number in own]))
-        modules = [self._tied_or_not(number) for number in self._numbers]
-        self._count(sum(len(tokens) for tokens, _ in stages) * most_alike(modules))
-        return none_can_be_tied(stages, modules)
-
-    def _tied_or_not(self, number: int) -> Tied:
-        return Tied(self._modules[number].tokens, number not in self._apart)
+            stages.append([Tied(self._modules[n].tokens, n not in self._apart) for n in own])
+        return none_can_be_tied(stages)
 
     def _count(self, steps: int) -> None:
         self._steps += steps
