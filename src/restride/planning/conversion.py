@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["Job", "plan_comparison", "plan_conversion", "plan_reading", "whole_layout"]
 
 # Buffers that stay in the caches (1 to 2 MiB of a core's own on current servers, and its share of
-# the common one) are several times faster than large ones. Half a step more often costs more than
-# what leaves the core's own; below the smallest, the work per step costs more than the bytes.
+# the common one) are several times faster than large ones. Two of them leave the core's own, and
+# twice as many steps would cost more than that; below the smallest, steps cost more than bytes.
 _LARGEST_BUFFER_NBYTES: Final = 1 << 20
 _SMALLEST_BUFFER_NBYTES: Final = 1 << 12
 # Differences, means and products are computed in float64, with more arrays at one time than a step
