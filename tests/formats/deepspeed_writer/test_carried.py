@@ -160,6 +160,25 @@ def test_a_parameter_without_elements_keeps_its_shape(tmp_path):
     assert list(content["frozen_param_shapes"][1]) == ["empty.weight"]
 
 
+def test_a_parameter_without_elements_goes_through_zero_3_and_comes_back(tmp_path):
+    write_zero_run(tmp_path / "run", small_run(tp=1))
+    edit_models(
+        tmp_path / "run",
+        lambda value, _: value["module"].update({"empty.weight": Array("bfloat16", (0, 5), b"")}),
+    )
+
+    convert(tmp_path, dp=3, zero=3)
+    back = tmp_path / "back"
+    api.convert(tmp_path / "out", back, to="deepspeed", dp=2, zero=1)
+    api.convert(tmp_path / "out", tmp_path / "plain", states="all")
+
+    assert not [finding for finding in api.open(tmp_path / "out").findings if finding.where]
+    content = file_content(back / "step" / "mp_rank_00_model_states.pt")
+    assert content["module"][1]["empty.weight"] == ("tensor", "bfloat16", (0, 5), b"")
+    empty = next(t for t in api.open(tmp_path / "plain").tensors if t.name == "empty.weight")
+    assert (empty.layout.full_shape, empty.states["weight"].dtype.name) == ((0, 5), "bfloat16")
+
+
 def test_tied_weights_are_one_storage_under_both_names(shared, tmp_path):
     source = shared / "checkpoints" / "llama_tied_tp2_z1"
 

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from restride.algebra.mesh import Mesh
-from restride.checkpoint.catalog import Finding, TensorEntry
+from restride.checkpoint.catalog import Finding, StateEntry, TensorEntry
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._chunks import frozen_chunks
 from restride.formats.deepspeed._expert_ranks import ExpertRanks
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from restride.algebra.layout import Layout, Shape
-    from restride.checkpoint.catalog import StateEntry
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import StoredTensor
     from restride.formats.deepspeed._expert_files import Expert, ExpertFiles
@@ -163,6 +162,10 @@ class _Reader:
             if cut.is_whole and cut.holdings:
                 states = flat_states(layout, cut, self._flat_layouts, run.files, where)
             self._tell_lost_chunks(name, cut)
+            trained = self._trained_dtype(name)
+            if not layout.full_numel and trained is not None:
+                # No rank has a chunk of nothing, and all of it is there.
+                states["weight"] = StateEntry(trained, layout, (None,) * layout.rank_count)
         states |= self._optimizer_states(name, layout)
         is_elsewhere = name in run.elsewhere or (run.is_partitioned and "fp32" in states)
         if "weight" not in states and not is_elsewhere:
