@@ -60,9 +60,10 @@ def contenders(source: Path, out: Path, limit: Path | None) -> dict[str, list[st
     one, two = ["--no-sync", "--workers", "1"], ["--no-sync", "--workers", "2"]
     files = [str(path) for path in sorted((source / "step").iterdir())] if limit else []
     bare = {
-        f"C, {threads} thread{'s'[: threads - 1]}, copies only": [
-            *(str(limit), str(threads), str(out), *files)
+        f"C, {threads} thread{'s'[: threads - 1]}, {does}": [
+            *(str(limit), str(threads), str(digests), str(out), *files)
         ]
+        for digests, does in enumerate(("copies only", "copies and digests"))
         for threads in ((1, 2) if limit else ())
     }
     half = 'mkdir "$1"; cp "$0"/*mp_rank_00* "$1" & cp "$0"/*mp_rank_01* "$1"; wait'
@@ -97,12 +98,15 @@ def contenders(source: Path, out: Path, limit: Path | None) -> dict[str, list[st
 
 
 def compiled_limit(folder: Path) -> Path | None:
-    """`limit.c`, compiled; None without a C compiler."""
+    """`limit.c` with the digests of the kernel, compiled; None without a C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         return None
-    command = [compiler, "-O2", "-pthread", str(Path(__file__).with_name("limit.c")), "-o"]
-    subprocess.run([*command, str(folder / "limit")], check=True)
+    own = Path(__file__).with_name("limit.c")
+    kernel = own.parents[1] / "src" / "restride" / "arrays" / "_kernel.c"
+    flags = ["-O3", "-ffp-contract=fast", "-pthread"]
+    command = [compiler, *flags, str(own), str(kernel), "-o", str(folder / "limit")]
+    subprocess.run(command, check=True)
     return folder / "limit"
 
 

@@ -1,16 +1,18 @@
 /* What the machine can do: copy files with some threads, and nothing else.
  *
- *     cc -O2 -pthread limit.c -o limit && ./limit THREADS OUT FILE...
+ *     cc -O3 -ffp-contract=fast -pthread limit.c ../src/restride/arrays/_kernel.c -o limit
+ *     ./limit THREADS DIGESTS OUT FILE...
  *
- * No tensor is looked at and nothing is digested. Each thread takes the next file, in calls of 128
- * KiB; one more hands what is done to the disk, so that nobody has to wait for it earlier than must
- * be. That is how `restride convert --no-sync` moves bytes, and less cannot be done through the page
- * cache.
+ * No tensor is looked at. Where DIGESTS is 1 every chunk is digested, by the function that restride
+ * uses. Each thread takes the next file, in calls of 128 KiB; one more hands what is done to the disk,
+ * so that nobody has to wait for it earlier than must be. That is how `restride convert --no-sync`
+ * moves bytes, and less cannot be done through the page cache.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,13 +21,23 @@
 
 enum { CHUNK = 128 << 10, PART = 64 << 20, MOST_PARTS = 1 << 20 };
 
+int32_t restride_level(void);
+void restride_digest(int32_t level, const uint8_t *bytes, int64_t nbytes, int64_t start,
+                     const uint8_t *blocks, const double *words, const double *rows,
+                     uint64_t *total);
+
+/* Weights that are all zero: a digest of them takes as long as any. */
+static const uint8_t block_weights[2][128];
+static const double word_weights[256 * 8] __attribute__((aligned(64)));
+static const double row_weights[256 * 64] __attribute__((aligned(64)));
+
 typedef struct {
     int file;
     off_t start;
 } part_t;
 
 static char **names;
-static int count;
+static int count, digests;
 static const char *out;
 static atomic_int next_file, parts, is_over;
 static part_t done[MOST_PARTS];
@@ -48,7 +60,12 @@ static void *copy_files(void *unused) {
         if (status.st_size && posix_fallocate(to, 0, status.st_size)) fail(path);
         for (off_t at = 0; at < status.st_size;) {
             ssize_t some = pread(from, buffer, CHUNK, at);
-            if (some <= 0 || pwrite(to, buffer, some, at) != some) fail(path);
+            if (some <= 0) fail(path);
+            uint64_t total[2];
+            if (digests)
+                restride_digest(restride_level(), (const uint8_t *)buffer, some, at % (2 * CHUNK),
+                                block_weights[0], word_weights, row_weights, total);
+            if (pwrite(to, buffer, some, at) != some) fail(path);
             at += some;
             if (at % PART == 0 || at == status.st_size) {
                 pthread_mutex_lock(&lock);
@@ -79,11 +96,12 @@ static void *hand_over(void *unused) {
 }
 
 int main(int argc, char **argv) {
-    if (argc < 3) return 2;
+    if (argc < 4) return 2;
     int threads = atoi(argv[1]);
-    out = argv[2];
-    names = argv + 3;
-    count = argc - 3;
+    digests = atoi(argv[2]);
+    out = argv[3];
+    names = argv + 4;
+    count = argc - 4;
     if (threads < 1 || threads > 64) return 2;
     if (mkdir(out, 0755)) fail(out);
     pthread_t each[64], disk;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import TYPE_CHECKING, Final, Self
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["BarProgress", "LineProgress", "open_progress"]
 
 _SECONDS_BETWEEN_LINES: Final = 10.0
+# A bar is drawn ten times in a second; steps may be a thousand.
+_SECONDS_BETWEEN_WORDS: Final = 0.05
 # Columns of a terminal from which on there is room for the verb, for sizes and rate, for a bar.
 _WIDTH_OF_VERB: Final = 44
 _WIDTH_OF_WORDS: Final = 70
@@ -45,22 +48,28 @@ class _Pace:
     """How fast the work goes, from its first step on: what an earlier run did took no time."""
 
     def __init__(self, total_nbytes: int, clock: Callable[[], float]) -> None:
-        self._total_nbytes = total_nbytes
+        self.total_nbytes = total_nbytes
         self._clock = clock
         self._first: tuple[float, int] | None = None
 
-    def words(self, done_nbytes: int) -> tuple[str, str]:
-        """Say how much is done, and in short, for a narrow terminal, how much in a hundred."""
+    def step(self, done_nbytes: int) -> float:
+        """Take note of a step; return the time."""
         now = self._clock()
-        started, before_nbytes = self._first = self._first or (now, done_nbytes)
-        share = f"{done_nbytes * 100 // max(self._total_nbytes, 1)}%"
-        sizes = f"{format_size(done_nbytes)} of {format_size(self._total_nbytes)}"
+        if self._first is None:
+            self._first = now, done_nbytes
+        return now
+
+    def words(self, done_nbytes: int, now: float) -> tuple[str, str]:
+        """Say how much is done, and in short, for a narrow terminal, how much in a hundred."""
+        started, before_nbytes = self._first or (now, done_nbytes)
+        share = f"{done_nbytes * 100 // max(self.total_nbytes, 1)}%"
+        sizes = f"{format_size(done_nbytes)} of {format_size(self.total_nbytes)}"
         nbytes, seconds = done_nbytes - before_nbytes, now - started
-        if done_nbytes >= self._total_nbytes:  # what is written has to reach the disk, and its name
+        if done_nbytes >= self.total_nbytes:  # what is written has to reach the disk, and its name
             return f"{sizes}, finishing", f"{share}, finishing"
         if not nbytes or not seconds:
             return sizes, share
-        left = format_duration(seconds * (self._total_nbytes - done_nbytes) / nbytes)
+        left = format_duration(seconds * (self.total_nbytes - done_nbytes) / nbytes)
         return f"{sizes}, {format_rate(nbytes, seconds)}, {left} left", f"{share}, {left} left"
 
 
@@ -95,11 +104,11 @@ class LineProgress:
 
     def on_step(self, event: StepFinished, /) -> None:
         """Write a line if the last one is old."""
-        words, _ = self._pace.words(event.done_nbytes)
-        now = self.clock()
+        now = self._pace.step(event.done_nbytes)
         if now - self._reported < _SECONDS_BETWEEN_LINES or not event.done_nbytes:
             return
         self._reported = now
+        words, _ = self._pace.words(event.done_nbytes, now)
         tell(f"{self._verb} {event.tensor}: {words}")
 
     def on_drift(self, event: ReplicaDrift, /) -> None:
@@ -122,6 +131,7 @@ class BarProgress:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._pace = _Pace(0, clock)
+        self._worded = -math.inf
 
     def __enter__(self) -> Self:
         return self
@@ -163,7 +173,12 @@ class BarProgress:
     def on_step(self, event: StepFinished, /) -> None:
         """Move the bar."""
         if self._progress is not None and self._task is not None:
-            words, short = self._pace.words(event.done_nbytes)
+            now = self._pace.step(event.done_nbytes)
+            is_last = event.done_nbytes >= self._pace.total_nbytes
+            if now - self._worded < _SECONDS_BETWEEN_WORDS and not is_last:
+                return
+            self._worded = now
+            words, short = self._pace.words(event.done_nbytes, now)
             self._progress.update(self._task, completed=event.done_nbytes, words=words, short=short)
 
     def on_drift(self, event: ReplicaDrift, /) -> None:
