@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -102,3 +103,25 @@ def test_only_the_reader_that_is_needed_is_imported(tmp_path: Path) -> None:
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
+
+
+@pytest.mark.parametrize(
+    ("tags", "says"),
+    [
+        (["step9"], r"1 DeepSpeed checkpoint beside them \(step9\) is not.* name .*step9'"),
+        (["a", "b"], r"2 DeepSpeed checkpoints beside them \(a, b\) are not.* name .*a'"),
+    ],
+)
+def test_a_deepspeed_checkpoint_beside_safetensors_that_is_not_read_is_told_of(
+    tmp_path: Path, tags: list[str], says: str
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(valid_safetensors())
+    for tag in tags:
+        touch(tmp_path / tag / "mp_rank_00_model_states.pt")
+    (tmp_path / "logs").mkdir()
+
+    (finding,) = open_catalog(tmp_path).findings
+
+    assert (finding.severity, finding.kind) == ("warning", "ignored-files")
+    assert re.search(says, finding.message)
+    assert finding.details == {"folders": tags}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from restride.checkpoint.catalog import Finding
 from restride.errors import ExecutionError, FormatError, UnsupportedError
+from restride.wording import counted, which
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +27,7 @@ Format: TypeAlias = Literal["deepspeed", "safetensors", "universal"]
 
 _SAFETENSORS: Final = (".safetensors", ".safetensors.index.json")
 _DEEPSPEED_MODEL: Final = re.compile(r".*model_states\.pt")
+_MOST_SHOWN: Final = 5
 _LOOKED_FOR: Final = (
     "looked for: a DeepSpeed checkpoint (a folder with a 'latest' file, or a tag folder with "
     "*_model_states.pt files), a universal folder of it (with 'latest_universal', or with 'zero'), "
@@ -57,6 +61,8 @@ def open_catalog(
 
         options = (opened, read_ties(pp_tied))
     catalog: Catalog = module.read_catalog(path, *options)
+    if name == "safetensors":
+        catalog = replace(catalog, findings=(*catalog.findings, *_left(Path(path))))
     return catalog
 
 
@@ -130,7 +136,7 @@ def detect_format(path: str | PathLike[str]) -> Format:
         return "deepspeed"
     if any(name.endswith(_SAFETENSORS) for name in names):
         return "safetensors"
-    if any(_has_model_states(_names(place / name)) for name in names if (place / name).is_dir()):
+    if _tags(place):
         return "deepspeed"
     if (place / "optimizer_state.pt").is_file():
         raise FormatError(
@@ -138,7 +144,7 @@ def detect_format(path: str | PathLike[str]) -> Format:
             where=str(place),
             remedy=f"name the folder {str(place.resolve().parent)!r}",
         )
-    shown = ", ".join(names[:5]) + (", ..." if names[5:] else "")
+    shown = ", ".join(names[:_MOST_SHOWN]) + (", ..." if names[_MOST_SHOWN:] else "")
     raise FormatError(
         f"is a folder of no known format (it holds {shown or 'nothing'})",
         where=str(place),
@@ -155,6 +161,29 @@ def _is_universal(folder: Path, names: list[str]) -> bool:
 
 def _has_model_states(names: Iterable[str]) -> bool:
     return any(map(_DEEPSPEED_MODEL.fullmatch, names))
+
+
+def _tags(place: Path) -> list[str]:
+    """Names of the folders in a folder that hold DeepSpeed checkpoints."""
+    folders = [name for name in _names(place) if (place / name).is_dir()] if place.is_dir() else []
+    return [name for name in folders if _has_model_states(_names(place / name))]
+
+
+def _left(place: Path) -> list[Finding]:
+    """Tell of DeepSpeed checkpoints beside safetensors: trainers save both, and ``latest``."""
+    try:
+        tags = _tags(place)
+    except ExecutionError:  # a folder that may not be looked into is none that was meant
+        return []
+    if not tags:
+        return []
+    shown = ", ".join(tags[:_MOST_SHOWN]) + (", ..." if tags[_MOST_SHOWN:] else "")
+    message = (
+        f"the safetensors in {place} are read; {counted(len(tags), 'DeepSpeed checkpoint')} beside "
+        f"them ({shown}) {which(len(tags), 'is', 'are')} not, as there is no file 'latest'; to "
+        f"read {which(len(tags), 'it', 'one')}, name its folder, as {str(place / tags[0])!r}"
+    )
+    return [Finding("warning", "ignored-files", message, details={"folders": tags})]
 
 
 def _names(folder: Path) -> list[str]:
