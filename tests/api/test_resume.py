@@ -252,6 +252,18 @@ def test_another_job_is_refused_with_what_differs(tmp_path):
     assert api.convert(source, out, resume=True).resumed_nbytes > 0
 
 
+def test_a_finished_output_of_other_options_is_not_taken_for_this_one(tmp_path):
+    out = tmp_path / "out"
+    api.convert(SAMPLE, out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    with pytest.raises(ExistsError, match="not what this source and these options give; say what"):
+        api.convert(SAMPLE, out, resume=True, dtype="float32")
+
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert api.convert(SAMPLE, out, resume=True).read_nbytes == 0
+
+
 def test_bytes_that_are_not_those_that_were_noted_are_written_again(tmp_path):
     api.convert(SAMPLE, tmp_path / "whole", states="all", **SMALL)
     out = tmp_path / "out"

@@ -20,8 +20,16 @@ __all__ = ["make_parents", "put_in_place", "require_free", "require_writable"]
 _TARGET_IN_USE: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
 
-def require_free(target: Path, *, force: bool, inputs: Iterable[Path]) -> None:
+def require_free(
+    target: Path, *, force: bool, inputs: Iterable[Path], is_other: bool = False
+) -> None:
     """Refuse early what the rename at the end would refuse, and what nobody can mean.
+
+    Args:
+        target: Where the output shall be.
+        force: Whether what is there may be replaced.
+        inputs: What is being read.
+        is_other: Whether it was seen that what is there is not this very output, finished.
 
     Raises:
         ExistsError: Something is there and `force` is not set, or would be lost that must not be.
@@ -37,11 +45,12 @@ def require_free(target: Path, *, force: bool, inputs: Iterable[Path]) -> None:
         return
     require_no_input(target, inputs)  # first: what is refused even so is not to be proposed
     if not force:
-        raise ExistsError(
-            "the directory exists and is not empty",
-            where=str(target),
-            remedy="name another output, or replace all of it with --force",
-        )
+        told = "the directory exists and is not empty"
+        remedy = "name another output, or replace all of it with --force"
+        if is_other:
+            told += ", and is not what this source and these options give"
+            remedy = f"say what it was made of and with, {remedy}"
+        raise ExistsError(told, where=str(target), remedy=remedy)
 
 
 def require_writable(target: Path) -> None:

@@ -284,7 +284,7 @@ def unfinished_output(
     place = Unfinished(partial_folder(target), target, force=force, durable=durable)
     kept = [Path(os.path.realpath(path)) for path in inputs]
     if not os.path.lexists(place.folder) and not (resume and purpose.is_written(target)):
-        require_free(target, force=force, inputs=kept)
+        require_free(target, force=force, inputs=kept, is_other=resume)
     fresh = make_parents(target)
     is_removed = False
     try:
