@@ -4,7 +4,8 @@
 
 The model is Llama's with grouped K/V heads; the form is ZeRO-1 in bf16 with fp32 master weights, as
 DeepSpeed 0.19.8 writes it, so that its own `ds_to_universal` converts it too. Values are a counter,
-so that every element of a state differs from its neighbours. Needs torch and deepspeed.
+so that every element of a state differs from its neighbours. With `--sparse` they are holes, which
+take no disk: the headers of a checkpoint of terabytes. Needs torch and deepspeed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import re
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,9 @@ def parameters(hidden: int, layers: int, vocab: int) -> list[tuple[str, tuple[in
     ]
 
 
-def write(out: Path, *, hidden: int, layers: int, vocab: int, tp: int, dp: int) -> int:
+def write(
+    out: Path, *, hidden: int, layers: int, vocab: int, tp: int, dp: int, sparse: bool = False
+) -> int:
     """Write the checkpoint and return its size in bytes."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
@@ -58,19 +62,21 @@ def write(out: Path, *, hidden: int, layers: int, vocab: int, tp: int, dp: int) 
         shapes = OrderedDict((name, shard_shape(shape, cut, tp)) for name, shape, cut in named)
         numels = [torch.Size(shape).numel() for shape in shapes.values()]
         padded = -(-sum(numels) // (2 * dp)) * 2 * dp
-        flat = torch.zeros(padded)
+        # Memory that nobody touches takes none.
+        flat, weights = torch.empty(padded), torch.empty(padded, dtype=torch.bfloat16)
         start = 0
-        for (name, shape, cut), numel in zip(named, numels, strict=True):
-            flat[start : start + numel] = shard_values(name, shape, cut, t, tp).reshape(-1)
-            start += numel
-        weights = flat.to(torch.bfloat16)
+        if not sparse:
+            for (name, shape, cut), numel in zip(named, numels, strict=True):
+                flat[start : start + numel] = shard_values(name, shape, cut, t, tp).reshape(-1)
+                start += numel
+            flat[start:] = 0
+            weights.copy_(flat)
         module, start = OrderedDict(), 0
         for (name, shape), numel in zip(shapes.items(), numels, strict=True):
             module[name] = weights[start : start + numel].view(shape)
             start += numel
-        torch.save(
-            model_state(module, shapes, named, tp, dp), folder / f"mp_rank_{t:02d}_model_states.pt"
-        )
+        state = model_state(module, shapes, named, tp, dp)
+        save(state, folder / f"mp_rank_{t:02d}_model_states.pt", sparse=sparse)
         part = padded // dp
         for d in range(dp):
             fragments, start = OrderedDict(), 0
@@ -80,14 +86,24 @@ def write(out: Path, *, hidden: int, layers: int, vocab: int, tp: int, dp: int) 
                     fragments[name] = fragment_address(numel=high - low, start=low - d * part)
                 start += numel
             padding = max(0, min(part, (d + 1) * part - sum(numels)))
-            mine = flat[d * part : (d + 1) * part]
-            torch.save(
-                optimizer_state(mine, part - padding, fragments, len(named), dp),
-                folder / f"bf16_zero_pp_rank_{d}_mp_rank_{t:02d}_optim_states.pt",
-            )
+            own = slice(d * part, (d + 1) * part - padding)
+            master = torch.empty(part - padding) if sparse else flat[own].clone()
+            mine = torch.empty(part) if sparse else flat[d * part : (d + 1) * part]
+            moments = [torch.empty(part) if sparse else mine * factor for factor in (0.5, 0.25)]
+            state = optimizer_state(master, moments, padding, fragments, len(named), dp)
+            path = folder / f"bf16_zero_pp_rank_{d}_mp_rank_{t:02d}_optim_states.pt"
+            save(state, path, sparse=sparse)
     (out / "latest").write_text("step")
     (out / "config.json").write_text(json.dumps(config(hidden, layers, vocab)))
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def save(state: dict[str, Any], path: Path, *, sparse: bool) -> None:
+    """Write a file as an engine does, or with holes for the bytes of its tensors."""
+    import torch
+
+    with torch.serialization.skip_data() if sparse else nullcontext():
+        torch.save(state, path)
 
 
 def config(hidden: int, layers: int, vocab: int) -> dict[str, Any]:
@@ -123,20 +139,22 @@ def shard_values(name: str, shape: tuple[int, ...], cut: str, rank: int, tp: int
     return full.to(torch.float32) / 2**20
 
 
-def optimizer_state(flat: Any, kept: int, fragments: Any, count: int, dp: int) -> dict[str, Any]:
+def optimizer_state(
+    master: Any, moments: Any, padding: int, fragments: Any, count: int, dp: int
+) -> dict[str, Any]:
     import torch
 
     group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "params": [0]}
-    moments = {"step": torch.tensor(2.0), "exp_avg": flat * 0.5, "exp_avg_sq": flat * 0.25}
+    state = {"step": torch.tensor(2.0), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
     return {
         "optimizer_state_dict": {
             "dynamic_loss_scale": False,
             "overflow": False,
             "clip_grad": 1.0,
-            "base_optimizer_state": {"state": {0: moments}, "param_groups": [group]},
-            "single_partition_of_fp32_groups": [flat[:kept].clone()],
+            "base_optimizer_state": {"state": {0: state}, "param_groups": [group]},
+            "single_partition_of_fp32_groups": [master],
             "zero_stage": 1,
-            "group_paddings": [flat.numel() - kept],
+            "group_paddings": [padding],
             "param_alignment_paddings": [[0] * count],
             "partition_count": [dp],
             "ds_version": "0.19.8",
@@ -221,8 +239,10 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--dp", type=int, default=2)
+    parser.add_argument("--sparse", action="store_true", help="holes for the bytes of tensors")
     a = parser.parse_args()
-    nbytes = write(a.out, hidden=a.hidden, layers=a.layers, vocab=a.vocab, tp=a.tp, dp=a.dp)
+    sizes = {"hidden": a.hidden, "layers": a.layers, "vocab": a.vocab, "tp": a.tp, "dp": a.dp}
+    nbytes = write(a.out, **sizes, sparse=a.sparse)
     print(f"{a.out}: {nbytes} bytes")
 
 

@@ -143,6 +143,25 @@ def test_pickle_and_places_are_byte_for_byte_those_of_torch(tmp_path: Path) -> N
     assert [at for _, at in layout.storages] == theirs
 
 
+@pytest.mark.interop
+def test_a_file_beyond_4_gib_has_the_headers_that_torch_writes(tmp_path: Path) -> None:
+    path = tmp_path / "archive.pt"  # torch calls records after the file
+    sizes = (1 << 20, (1 << 32) - 1, 12, (1 << 33) + 5, 7)
+    with torch.serialization.skip_data():  # holes for the storages, which take no disk
+        torch.save([torch.empty(n, dtype=torch.uint8) for n in sizes], path)
+    read = open_torch_zip(path)
+
+    layout = lay_out_torch_file("archive.pt", read.value)
+
+    assert [t.storage.nbytes for t in read.value] == [*sizes]
+    records = {name: record for name, record in read.records.items() if name.startswith("data/")}
+    assert [start for _, start in layout.storages] == [r.start_nbytes for r in records.values()]
+    with path.open("rb") as file:
+        for start, ours in layout.file.literals[1:-1]:
+            file.seek(start)
+            assert file.read(len(ours)) == ours
+
+
 def require_same(ours: object, theirs: object) -> None:
     assert type(ours) is type(theirs)
     match theirs:

@@ -233,9 +233,13 @@ class _Zip:
         start = self._at
         encoded = f"{_TOP}/{name}".encode()
         wide = _wide_extra([n for n in (nbytes, nbytes, start) if n >= ALL_ONES])
+        # What is stored is not known yet where torch writes this: the descriptor has it.
+        early = _wide_extra(
+            [n for n, size in ((nbytes, nbytes), (0, nbytes), (start, start)) if size >= ALL_ONES]
+        )
         used = start + _LOCAL.size + len(encoded) + len(wide) + _EXTRA_NBYTES
         padding = -used % _ALIGNMENT
-        extra = wide + b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        extra = early + b"FB" + struct.pack("<H", padding) + b"Z" * padding
         self._pending += _LOCAL.pack(
             b"PK\3\4", 0, _flags(nbytes), 0, 0, 0, 0, 0, 0, len(encoded), len(extra)
         )

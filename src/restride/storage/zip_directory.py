@@ -229,8 +229,9 @@ def _require_sizes(
 ) -> None:
     """Check the numbers of a header. Those that a descriptor gives after the content may be 0."""
     left_out = {0} if entry.flags & _HAS_DESCRIPTOR else set()
-    # Torch repeats the place of the header here, which other writers leave out.
-    is_wide_right = {*words} <= {entry.nbytes, entry.header_start}
+    # Torch repeats the place of the header here, which other writers leave out, and has 0 for how
+    # much is stored: it does not know yet.
+    is_wide_right = {*words} <= left_out | {entry.nbytes, entry.header_start}
     wide = sizes.count(ALL_ONES)
     if (
         crc32 not in left_out | {entry.crc32}

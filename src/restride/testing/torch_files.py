@@ -123,7 +123,11 @@ def _write_record(file: BinaryIO, record: Record) -> bytes:
         "name": record.name.encode(),
     }
     wide = [n for n in (record.nbytes, record.nbytes, start) if n >= _ALL_ONES]
-    right["extra"] = _padding(file.tell() + 30 + len(record.name.encode()), _wide_extra(wide))
+    # As torch has it, which does not know yet how much it will store.
+    stored = 0 if has_descriptor else record.nbytes
+    early = (record.nbytes, record.nbytes), (stored, record.nbytes), (start, start)
+    extra = _wide_extra([n for n, size in early if size >= _ALL_ONES])
+    right["extra"] = _padding(file.tell() + 30 + len(record.name.encode()), extra)
     header = {**right, **record.header}
     file.write(
         struct.pack(
