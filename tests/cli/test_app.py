@@ -301,3 +301,28 @@ def test_a_reader_that_has_seen_enough_is_no_error(lines: int) -> None:
     )
 
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+@pytest.mark.parametrize(("severity", "code"), [("error", 1), ("note", 0)])
+def test_a_finding_is_one_also_where_its_reader_has_seen_enough(
+    lines: int, severity: str, code: int
+) -> None:
+    program = (
+        "import sys; from restride import api; from restride.checkpoint.catalog import Catalog, "
+        "Finding; from restride.algebra.mesh import Mesh; from restride.cli import main;"
+        f"found = tuple(Finding({severity!r}, 'x', 'y' * 80) for _ in range({lines}));"
+        "catalog = Catalog('f', 'r', (), Mesh(()), (), {}, found);"
+        "api.check = lambda _, **__: api.CheckReport(catalog, found, 0);"
+        "sys.exit(main(['check', 'x']))"
+    )
+
+    result = subprocess.run(
+        ["bash", "-c", 'set -o pipefail; "$0" -c "$1" | true', sys.executable, program],
+        env={**os.environ, "PYTHONPATH": str(Path(_app.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")

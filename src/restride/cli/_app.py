@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, TextIO
 import click
 
 from restride import __version__
-from restride.cli.exits import ExitCode
+from restride.cli.exits import ExitCode, conclusion
 from restride.cli.nearest import closest, meant
 from restride.cli.output import tell
 from restride.cli.signals import sigterm_interrupts
@@ -143,6 +143,7 @@ def _make_writable() -> None:
 
 
 def _run(words: list[str]) -> int:
+    context: click.Context | None = None
     try:
         # Not click's own main(): it would decide what a broken pipe and ^C mean.
         with _root.make_context("restride", words) as context:
@@ -155,7 +156,7 @@ def _run(words: list[str]) -> int:
             raise  # of a pipe between processes, say: the work is not done
         # The reader of a pipe has seen enough. Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
+        return ExitCode.OK if context is None else conclusion(context)
     return result if isinstance(result, int) else ExitCode.OK
 
 

@@ -10,7 +10,7 @@ import click
 
 from restride import api
 from restride.cli.contents import catalog_to_json, show_headline
-from restride.cli.exits import ExitCode
+from restride.cli.exits import concluded
 from restride.cli.findings import finding_to_json, show_findings
 from restride.cli.options import PathName, json_option, memory_option
 from restride.cli.output import open_page, write_json
@@ -73,6 +73,7 @@ def command(
                 checkpoint, against, budget_nbytes=memory, pp_tied=pp_tied, observer=observer
             )
         report = replace(report, findings=(*report.findings, *deviations))
+    code = concluded(is_fine=report.verdict == "ok")
     if as_json:
         findings = [finding_to_json(finding) for finding in report.findings]
         content = catalog_to_json(report.catalog)
@@ -88,7 +89,7 @@ def command(
         )
     else:
         show_report(open_page(), checkpoint, report, against)
-    return ExitCode.OK if report.verdict == "ok" else ExitCode.FINDING
+    return code
 
 
 def show_report(page: Page, path: str, report: CheckReport, against: str | None = None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from restride.cli.contents import show_headline
-from restride.cli.exits import ExitCode
+from restride.cli.exits import concluded
 from restride.cli.numbers import Number
 from restride.cli.options import PathName, as_rules, json_option, memory_option, states_option
 from restride.cli.output import Column, open_page, write_json
@@ -102,11 +102,12 @@ def command(
             pp_tied=pp_tied,
             observer=observer,
         )
+    code = concluded(is_fine=report.verdict == "same")
     if as_json:
         write_json(_to_json(report))
     else:
         show_report(open_page(), (a, b), report, is_exact=not (rtol or atol))
-    return ExitCode.OK if report.verdict == "same" else ExitCode.FINDING
+    return code
 
 
 def show_report(
@@ -210,7 +211,7 @@ def _what(row: ArrayDifference) -> str:
         return f"{kinds}, not comparable"
     if not row.different_numel:
         return f"{kinds}, values are equal"
-    return f"{kinds}, {row.different_numel:,} values"
+    return f"{kinds}, {format_count(row.different_numel, 'value')}"
 
 
 def format_number(value: Value) -> str:

@@ -11,7 +11,7 @@ import click
 from restride.algebra.coverage import Covered, explain, prove
 from restride.algebra.serial import layout_to_json
 from restride.algebra.signature import signature
-from restride.cli.exits import ExitCode
+from restride.cli.exits import ExitCode, concluded
 from restride.cli.nearest import closest, meant
 from restride.cli.options import json_option
 from restride.cli.output import Column, open_page, write_json
@@ -122,7 +122,7 @@ def _show(entry: Entry, texts: Mapping[str, str], *, as_json: bool) -> int:
     is_example = not texts
     layout = build(entry.name, texts or entry.example)
     verdict = prove(layout)
-    code = ExitCode.OK if isinstance(verdict, Covered) else ExitCode.FINDING
+    code = concluded(is_fine=isinstance(verdict, Covered))
     if as_json:
         write_json(_to_json(entry, layout, verdict))
         return code
