@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from restride.algebra.coverage import require_covered
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.retarget import Retargeted, retarget
-from restride.errors import CoverageError
+from restride.errors import CoverageError, RuleError
+from restride.formats.deepspeed._native_cut import on_tensor_ranks, require_said
 from restride.storage.model_files import find_model_config, read_model_config, read_rules_file
 
 if TYPE_CHECKING:
@@ -57,12 +58,23 @@ def find_cut(catalog: Catalog, cut: Cut) -> Retargeted:
         FormatError, ExecutionError: A file that the user names, or the ``config.json`` that is
             found where one is needed, cannot be read.
     """
+    catalog = on_tensor_ranks(catalog)
     rules = None if cut.rules is None else read_rules_file(cut.rules)
     findings: tuple[Finding, ...] = ()
     config = None if cut.config is None else read_model_config(cut.config)
+    place = "" if cut.config is None else str(cut.config)
     if config is None and (rules is not None or cut.plan is not None or _is_recut(catalog, cut.tp)):
         config, findings = find_config(catalog)
-    found = retarget(catalog, tp=cut.tp, config=config, rules=rules, plan=cut.plan, grain=cut.grain)
+        place = findings[0].where if findings else ""
+    try:
+        found = retarget(
+            catalog, tp=cut.tp, config=config, rules=rules, plan=cut.plan, grain=cut.grain
+        )
+    except RuleError as error:
+        if error.where or config is None:
+            raise
+        raise error.located(place) from None  # nobody may have named it
+    require_said(found.how, found.how)
     proved: set[Layout] = set()
     for name, layout in found.layouts.items():
         if layout not in proved:

@@ -191,12 +191,13 @@ def test_a_model_that_is_not_known_is_refused_with_the_nearest():
     )
 
 
-def test_names_of_another_model_are_refused():
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_names_of_another_model_are_refused(ranks):
     refused(
         "the preset opt cuts 2 kinds of parameters, the preset llama, mistral, qwen2 or 3 more 5:"
         " the config is of another model|[[rules]] match",
-        llama(1),
-        tp=2,
+        llama(ranks),
+        tp=8,
         config={"model_type": "opt", "num_attention_heads": 8},
     )
 
@@ -224,6 +225,25 @@ def test_a_config_of_another_size_of_the_model_is_refused(ranks, sizes_of_anothe
         tp=4,
         config=LLAMA | sizes_of_another,
     )
+
+
+@pytest.mark.parametrize(
+    ("another", "words"),
+    [
+        ({"num_key_value_heads": 8}, "another size of the model"),
+        ({"model_type": "opt", "num_attention_heads": 8}, "another model"),
+    ],
+)
+def test_heads_of_another_model_do_not_decide_where_every_size_is_even(another, words):
+    """Eight heads on eight ranks are cut evenly, four leave ranks without any."""
+    rows = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": 64}
+    shapes = {f"model.layers.0.self_attn.{name}.weight": (n, 64) for name, n in rows.items()}
+    catalog = catalog_of(autotp_layouts(LLAMA, shapes, mesh={"tp": 2}))
+
+    refused(f"the config is of {words}", catalog, tp=8, config=LLAMA | another)
+
+    right = retarget(catalog, tp=8, config=LLAMA)
+    assert [right.layouts[K].shard_shape(n)[0] for n in range(8)] == [8] * 4 + [0] * 4
 
 
 def test_a_config_that_says_its_size_rightly_is_taken():

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from restride.checkpoint._retarget_source import LayoutEquality, Source, tp_mesh, whole
 from restride.checkpoint.catalog import Finding
 from restride.errors import RuleError
-from restride.layouts.presets import autotp_cuts, name_pattern, require_model_of
+from restride.layouts.presets import (
+    autotp_cuts,
+    name_pattern,
+    require_model_of,
+    require_no_other_model,
+)
 from restride.layouts.recognition import recognize
 
 if TYPE_CHECKING:
@@ -78,8 +83,11 @@ def find_preset(
         The preset; or why it says nothing of a checkpoint that was written by several ranks.
 
     Raises:
-        RuleError: The preset refuses the new ranks.
+        RuleError: The preset refuses the new ranks, or the config is of another model: then its
+            heads are not those of this one either.
     """
+    shapes = {s.name: s.layout.full_shape for s in parameters if s.layout.unit_bits is None}
+    require_no_other_model(config, shapes)
     old = tp_mesh(max(source.ranks for source in parameters))
     model = _Model(config, parameters, undecided)
     variants: dict[bool | None, Mapping[str, Layout]] = {}

@@ -13,7 +13,7 @@ from restride.layouts.presets._models import (
     shown_models,
 )
 from restride.layouts.presets.autotp import autotp_cuts, autotp_layouts, fused_layout
-from restride.layouts.presets.fitting import require_model_of
+from restride.layouts.presets.fitting import require_model_of, require_no_other_model
 from restride.layouts.presets.rule_file import (
     Matched,
     Rules,
@@ -37,6 +37,7 @@ __all__ = [
     "read_rules",
     "read_settings",
     "require_model_of",
+    "require_no_other_model",
     "rule_layouts",
     "shown_models",
 ]

@@ -22,7 +22,7 @@ from restride.layouts.presets._models import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["require_model_of"]
+__all__ = ["require_model_of", "require_no_other_model"]
 
 _MATRIX = 2
 
@@ -39,11 +39,33 @@ def require_model_of(config: Mapping[str, object], shapes: Mapping[str, Sequence
             sizes in the config are not theirs; or the config names no model that is known.
     """
     family = find_family(config)
-    if family.names is None or not shapes:
-        return
-    nearest = nearest_models(shapes)
-    if not nearest:
+    if family.names is not None and shapes and not nearest_models(shapes):
         raise knows_none(family, shapes)
+    require_no_other_model(config, shapes)
+
+
+def require_no_other_model(
+    config: Mapping[str, object], shapes: Mapping[str, Sequence[int]]
+) -> None:
+    """Refuse a config of which it can be seen that it is of another model, or of another size.
+
+    Of a model that is not known nothing can be seen.
+
+    Args:
+        config: Content of ``config.json``.
+        shapes: Shape of each full parameter, by name.
+
+    Raises:
+        RuleError: The preset of another model cuts more of them, or the sizes in the config are
+            not theirs.
+    """
+    try:
+        family = find_family(config)
+    except RuleError:
+        return
+    nearest = nearest_models(shapes) if family.names is not None and shapes else ()
+    if not nearest:
+        return
     some = next(iter(shapes))
     if family.model_type not in nearest:
         counts = count_kinds(shapes)
