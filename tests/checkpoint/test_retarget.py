@@ -477,6 +477,36 @@ def test_a_grain_is_that_of_the_checkpoint_unless_another_is_given():
     )
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (4, 8)])
+def test_another_grain_cuts_the_same_ranks_anew(before, after):
+    config, shapes = model(3)
+    catalog = catalog_of(
+        autotp_layouts(config, shapes, mesh={"tp": 3}, grain=before),
+        values={"optimizer": {"ds_config": {"tensor_parallel": {"tp_grain_size": before}}}},
+    )
+
+    found = retarget(catalog, tp=3, config=config, grain=after)
+
+    assert_same(found.layouts, autotp_layouts(config, shapes, mesh={"tp": 3}, grain=after))
+    assert set(found.how.values()) == {"preset llama"}
+    refused(f"in grains of {after} where they were of {before}|give", catalog, tp=3, grain=after)
+
+
+def test_an_even_cut_says_nothing_of_grains():
+    """Grains of 64 leave two of four ranks without rows, where two have the halves."""
+    catalog = catalog_of(
+        {"h.0.mlp.up.weight": layouts.split((128, 4), mesh={"tp": 2})},
+        values={"optimizer": {"ds_config": {"tensor_parallel": {"tp_grain_size": 64}}}},
+    )
+    unknown = {"model_type": "mine", "num_attention_heads": 64}
+
+    refused("in grains of 64|write a rule", catalog, tp=4, config=unknown)
+
+    column = rules(("h.*.mlp.up.weight", "column"))
+    found = retarget(catalog, tp=4, config=unknown, rules=column).layouts["h.0.mlp.up.weight"]
+    assert [found.shard_shape(rank)[0] for rank in range(4)] == [64, 64, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -25,10 +25,17 @@ _DIMENSION: Final = re.compile(r" of dimension \d+")
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What is known of the model beside the checkpoint: key/value heads and grain."""
+    """What is known of the model beside the checkpoint: key/value heads and grains.
+
+    Attributes:
+        heads: Key/value heads.
+        old_grain: Of the run that wrote the checkpoint; 1 keeps nothing together.
+        grain: Of the next one.
+    """
 
     heads: int | None = None
-    grain: int | None = None
+    old_grain: int = 1
+    grain: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,9 @@ class Families:
             None where there is not one answer; `require_answers` says so of all of them.
         """
         answers = self._answers(source.layout)
+        if self._numbers != Numbers(self._numbers.heads):
+            # A grain is kept together, or is not any more: an even cut says nothing of that.
+            answers = tuple(answer for answer in answers if not answer.family.is_of_sizes)
         layouts = [answer.layout for answer in answers if answer.layout is not None]
         if len(layouts) == len(answers) and layouts:
             first = layouts[0]
@@ -90,10 +100,16 @@ class Families:
         raise RuleError(
             f"the cut over {layout.rank_count} ranks leaves open how "
             f"{counted(self._mesh.size, 'rank')} "
-            f"cut it: {_in_words(answers)}{others}" + (why and f"; {why}"),
+            f"cut it: {_in_words(answers)}{others}{self._of_grains()}" + (why and f"; {why}"),
             where=f"tensor {members[0].name!r}",
             remedy=(advice and f"{advice}, or ") + f"write a rule: {_rule(pattern, answers)}",
         )
+
+    def _of_grains(self) -> str:
+        old, new = self._numbers.old_grain, self._numbers.grain
+        if old == new == 1:
+            return ""
+        return f", in grains of {new}" + (f" where they were of {old}" if old != new else "")
 
     def _answers(self, layout: Layout) -> tuple[_Answer, ...]:
         if layout not in self._known:
@@ -106,23 +122,23 @@ class Families:
     def _fits(self, family: Recognized, layout: Layout) -> bool:
         """Whether a family gives the cut that there is with the numbers of the model."""
         try:
-            self._on(family, layout.mesh)
+            self._on(family, layout.mesh, self._numbers.old_grain)
         except LayoutError:
             return False
         return True
 
     def _build(self, family: Recognized) -> _Answer:
         try:
-            return _Answer(family, self._on(family, self._mesh))
+            return _Answer(family, self._on(family, self._mesh, self._numbers.grain))
         except LayoutError as error:
             return _Answer(family, None, error.problem)
 
-    def _on(self, family: Recognized, mesh: Mesh) -> Layout:
+    def _on(self, family: Recognized, mesh: Mesh, grain: int) -> Layout:
         return rebuild_on(
             family,
             mesh,
             heads=self._numbers.heads if family.takes == "heads" else None,
-            grain=self._numbers.grain if family.takes == "grain" else None,
+            grain=grain if family.takes == "grain" and grain > 1 else None,
         )
 
 

@@ -211,7 +211,8 @@ class _Retargeting:
         for source in sources:
             if source.name in self._decided:
                 continue
-            is_recut = self._plan is not None and source.is_parameter and source.ranks > 1
+            is_told = self._plan is not None or self._grains[0] != self._grains[1]
+            is_recut = is_told and source.is_parameter and source.ranks > 1
             if source.ranks == self._mesh.size and not is_recut:
                 self._decided[source.name] = source.layout, _KEPT
             elif self._mesh.size == 1 or not source.is_parameter:
@@ -266,10 +267,8 @@ class _Retargeting:
         )
 
     def _numbers(self) -> Numbers:
-        if self._config is None:
-            return Numbers(grain=self._grains[1] if self._grains[1] > 1 else None)
-        settings = read_settings(self._config, grain=self._grains[1])
-        return Numbers(settings.heads, settings.grain if settings.grain > 1 else None)
+        heads = None if self._config is None else read_settings(self._config).heads
+        return Numbers(heads, *self._grains)
 
     def _nothing_said(self, undecided: Sequence[Source]) -> RuleError:
         names = [source.name for source in undecided]

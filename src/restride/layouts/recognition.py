@@ -71,6 +71,11 @@ class Recognized:
                 return self.name
 
     @property
+    def is_of_sizes(self) -> bool:
+        """Whether a rule of sizes cut it, which a grain that is not known would change."""
+        return isinstance(self.family, Segments) and self.takes != "grain"
+
+    @property
     def takes(self) -> str:
         """The number of the model that `rebuild_on` may be given; empty where there is none."""
         return self.family.takes
