@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import pwd
@@ -12,12 +13,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from restride.checkpoint.output import Output, OutputFile
 from restride.errors import ExecutionError, ExistsError, PlanError
+from restride.storage import reserving
 from restride.storage.unfinished import Purpose, require_startable, unfinished_output
 
 if TYPE_CHECKING:
@@ -241,7 +244,7 @@ def test_what_there_is_no_room_for_comes_with_what_would_make_some(
     def reserve(*_: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    monkeypatch.setattr(reserving, "fallocate", reserve)
 
     with (
         pytest.raises(ExecutionError, match=said),
@@ -416,11 +419,92 @@ def test_a_file_system_that_cannot_reserve_space_is_written_all_the_same(
     def refuse(*_: int) -> None:
         raise OSError(number, "not supported")
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(reserving, "fallocate", refuse)
 
     write(tmp_path / "out", b"new")
 
     assert tree(tmp_path) == {"out/a/b.bin": b"new"}
+
+
+def test_space_that_cannot_be_reserved_is_not_written_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reserving, "_function", lambda: None)  # as on macOS
+
+    with (tmp_path / "a").open("wb") as file:
+        reserving.reserve(file.fileno(), 1 << 40)
+
+        assert os.fstat(file.fileno()).st_size == 1 << 40
+        assert os.fstat(file.fileno()).st_blocks == 0
+
+
+def test_space_is_reserved_where_the_file_system_can(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("wb") as file:
+        try:
+            reserving.fallocate(file.fileno(), 1)
+        except OSError:
+            pytest.skip("the file system of temporary files cannot reserve")
+
+        reserving.reserve(file.fileno(), 1 << 20)
+
+        assert os.fstat(file.fileno()).st_size == 1 << 20
+        assert os.fstat(file.fileno()).st_blocks * 512 >= 1 << 20
+
+
+def test_a_call_that_a_signal_interrupts_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [errno.EINTR, errno.EINTR, 0]
+
+    def interrupted(*_: int) -> int:
+        number = answers.pop(0)
+        ctypes.set_errno(number)
+        return -1 if number else 0
+
+    monkeypatch.setattr(reserving, "_function", lambda: interrupted)
+
+    reserving.fallocate(0, 1)
+
+    assert not answers
+
+
+def test_what_cannot_fit_in_all_is_refused_before_the_disk_is_full(tmp_path: Path) -> None:
+    system = os.statvfs(tmp_path)
+    half = system.f_bavail * system.f_frsize // 2 + (1 << 30)
+    output = Output((OutputFile("a", half, ((0, b"x"),)), OutputFile("b", half)))
+    left: list[Path] = []
+
+    def create(files: OutputFiles) -> None:
+        try:
+            files.create(output)
+        finally:
+            left.extend(files.path.iterdir())
+
+    with (
+        pytest.raises(ExecutionError, match=rf"no room for {2 * half} bytes of 2 files, \d+ are"),
+        atomic_directory(tmp_path / "out") as directory,
+    ):
+        create(directory)
+
+    assert left == list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_there_need_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = Output((OutputFile("a", 5, ((0, b"x"),)), OutputFile("b", 7)))
+    with atomic_directory(tmp_path / "out") as directory:
+        directory.create(output)
+        real = os.statvfs(tmp_path)
+        full = SimpleNamespace(f_bavail=6, f_frsize=1, f_blocks=real.f_blocks)
+        monkeypatch.setattr(os, "statvfs", lambda _: full)
+
+        directory.create(output, resume=True)
+        (directory.path / "a").unlink()
+        directory.create(output, resume=True)
+        (directory.path / "b").unlink()
+        with pytest.raises(ExecutionError, match="no room for 7 bytes of 1 file, 6 are free"):
+            directory.create(output, resume=True)
+        monkeypatch.setattr(
+            os, "statvfs", lambda _: SimpleNamespace(**vars(full) | {"f_blocks": 0})
+        )
+        directory.create(output, resume=True)  # a system that does not say
 
 
 def test_a_lost_write_is_an_error_before_anything_is_replaced(

@@ -13,6 +13,8 @@ from restride.arrays.program import start_writing
 from restride.checkpoint.output import OutputFile
 from restride.errors import ExecutionError, ExistsError, RestrideError
 from restride.storage.ranges import FilePool
+from restride.storage.reserving import reserve
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -26,8 +28,6 @@ __all__ = ["OutputFiles", "sync_path", "translated"]
 
 _MOST_NAMED: Final = 3
 _ZEROS_NBYTES: Final = 1 << 20
-# What file systems answer that cannot reserve space ahead.
-_CANNOT_RESERVE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 class OutputFiles:
@@ -71,6 +71,7 @@ class OutputFiles:
             ExistsError: A file was there before.
             ExecutionError: The system cannot write it, or has no room for it.
         """
+        self._require_room(output)
         for file in output.files:
             self.preallocate(file.name, file.nbytes, resume=resume)
             for start, literal in file.literals:
@@ -80,6 +81,28 @@ class OutputFiles:
             for first in range(start, stop, _ZEROS_NBYTES):
                 zeros = bytes(min(_ZEROS_NBYTES, stop - first))
                 self.write_exact(file.name, first, zeros)
+
+    def _require_room(self, output: Output) -> None:
+        """Refuse what cannot fit before the disk is full, on which others may be writing too."""
+        missing = [file for file in output.files if not self._is_there(file)]
+        nbytes = sum(file.nbytes for file in missing)
+        with translated("cannot be looked at", self.path):
+            system = os.statvfs(self.path)
+        free_nbytes = system.f_bavail * system.f_frsize
+        if system.f_blocks and nbytes > free_nbytes:  # some systems do not say
+            raise ExecutionError(
+                f"no room for {nbytes} bytes of {counted(len(missing), 'file')}, {free_nbytes} "
+                "are free",
+                where=str(self.path),
+                remedy="make room, or name an output elsewhere",
+            )
+
+    def _is_there(self, file: OutputFile) -> bool:
+        """Whether an earlier run has reserved a file."""
+        try:
+            return (self.path / file.name).lstat().st_size == file.nbytes
+        except OSError:
+            return False
 
     def adopt(self, output: Output) -> None:
         """Take the files of an output that another process made, to write into them.
@@ -124,7 +147,7 @@ class OutputFiles:
         self._unsynced.add(name)
         self._unsynced_folders.update(self.path / parent for parent in Path(name).parents)
         try:
-            _reserve(descriptor, nbytes)
+            reserve(descriptor, nbytes)
         except OSError as error:
             raise _no_room(error, path, nbytes) from error
         finally:
@@ -253,19 +276,6 @@ def translated(problem: str, path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise _failed(f"{problem} ({error.strerror})", path) from error
-
-
-def _reserve(descriptor: int, nbytes: int) -> None:
-    if os.fstat(descriptor).st_size == nbytes and nbytes:
-        return
-    if nbytes:
-        try:
-            os.posix_fallocate(descriptor, 0, nbytes)
-        except OSError as error:
-            if error.errno not in _CANNOT_RESERVE:
-                raise
-    if os.fstat(descriptor).st_size != nbytes:
-        os.ftruncate(descriptor, nbytes)
 
 
 def _no_room(error: OSError, path: Path, nbytes: int) -> ExecutionError:

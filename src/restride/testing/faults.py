@@ -1,8 +1,8 @@
 """A layer below the files: any operation may fail, or be the last one that happens.
 
-Everything that restride does to files goes through a few functions of `os`; the kernel's programs,
-which do not, are not run meanwhile. In the block of `failing_files` those that change something
-below a folder are counted, and one of them
+Everything that restride does to files goes through a few functions of `os`, and one that reserves
+space; the kernel's programs, which do not, are not run meanwhile. In the block of `failing_files`
+those that change something below a folder are counted, and one of them
 
 * raises an error of the system (no space, a broken disk, no permission), or
 * is where the process dies: it happens half or not at all, and nothing after it happens, whatever
@@ -20,13 +20,15 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
 from restride.executors.direct import Direct
+from restride.storage import reserving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import ModuleType
 
 __all__ = ["Died", "FailingFiles", "failing_files"]
 
-_ON_DESCRIPTORS = ("pwrite", "write", "fsync", "fdatasync", "ftruncate", "posix_fallocate")
+_ON_DESCRIPTORS = ("pwrite", "write", "fsync", "fdatasync", "ftruncate", "fallocate")
 _ON_PATHS = ("open", "mkdir", "rename", "unlink", "rmdir")
 _CHANGING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -99,13 +101,13 @@ class FailingFiles:
             return self._do(name, path, *arguments, **options)
 
     def _lasts(self, name: str) -> bool:
-        return self.is_lasting and name in {"pwrite", "write", "posix_fallocate", "mkdir"}
+        return self.is_lasting and name in {"pwrite", "write", "fallocate", "mkdir"}
 
     def _do(self, name: str, path: str, *arguments: Any, **options: Any) -> Any:
         """Carry out an operation, and note how it is taken back until it is synced."""
         if name in {"fsync", "fdatasync"}:
             self._undo = [entry for entry in self._undo if entry[0] != path]
-        elif name in {"pwrite", "write", "ftruncate", "posix_fallocate"}:
+        elif name in {"pwrite", "write", "ftruncate", "fallocate"}:
             self._undo.append((path, self._old_content(path, name, arguments)))
         elif name in {"open", "mkdir"} and not os.path.lexists(path):
             self._undo.append((str(Path(path).parent), lambda: self._take_away(path)))
@@ -141,8 +143,8 @@ class FailingFiles:
                 self._real["unlink"](path)
 
     def patched(self, name: str) -> Callable[..., Any]:
-        """The function that stands in for one of `os`."""
-        real = self._real[name] = getattr(os, name)
+        """The function that stands in for one."""
+        real = self._real[name] = getattr(_home(name), name)
 
         def stand_in(first: Any, *arguments: Any, **options: Any) -> Any:
             path = _path_of(first, options.get("dir_fd"))
@@ -152,6 +154,11 @@ class FailingFiles:
             return self._call(name, str(path), first, *arguments, **options)
 
         return stand_in
+
+
+def _home(name: str) -> ModuleType:
+    """The module whose function of a name is called."""
+    return reserving if name == "fallocate" else os
 
 
 def _path_of(named: Any, folder: int | None) -> Path:
@@ -197,14 +204,14 @@ def failing_files(
     files = FailingFiles(
         folder, at, number, is_lasting=kind == "lasting", is_torn=is_torn, loses=loses
     )
-    before = {name: getattr(os, name) for name in (*_ON_DESCRIPTORS, *_ON_PATHS)}
+    before = {name: getattr(_home(name), name) for name in (*_ON_DESCRIPTORS, *_ON_PATHS)}
     carry_out = Direct.carry_out
     try:
         Direct.carry_out = lambda *_: False  # type: ignore[method-assign]
         for name in before:
-            setattr(os, name, files.patched(name))
+            setattr(_home(name), name, files.patched(name))
         yield files
     finally:
         Direct.carry_out = carry_out  # type: ignore[method-assign]
         for name, function in before.items():
-            setattr(os, name, function)
+            setattr(_home(name), name, function)
