@@ -16,7 +16,8 @@ tiny model with random weights (nothing is downloaded), makes an engine of it, l
 trains `more`. Losses are exact, in hexadecimal.
 
 With `zero_init` the model is made under ``deepspeed.zero.Init``. A `dtype` of ``fp16`` is trained
-in as well, of which DeepSpeed thinks that few CPUs can.
+in as well, of which DeepSpeed thinks that few CPUs can. Models with DeepSpeed's own layers of
+experts have tensor-parallel ranks of their own (`native_moe`), which cut them with `cut_experts`.
 
 Parameters whose names have one of the parts in `freeze` are frozen; `vectors` are settings of the
 optimizer for a group of the parameters with one dimension.
@@ -186,7 +187,7 @@ def settings_of(job: dict[str, Any]) -> dict[str, Any]:
     }
     if job.get("dtype", "bf16") != "fp32":
         settings[job.get("dtype", "bf16")] = {"enabled": True}
-    if job.get("tp", 1) > 1:
+    if job.get("tp", 1) > 1 and job["model"] not in NATIVE:
         settings["tensor_parallel"] = {"autotp_size": job["tp"]}
     if job.get("ep") and job["model"] not in NATIVE:
         settings["expert_parallel"] = {"enabled": True, "autoep_size": job["ep"]}
@@ -196,10 +197,17 @@ def settings_of(job: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def model_of(rank: int, job: dict[str, Any]) -> Any:
+def model_of(rank: int, job: dict[str, Any], mpu: Any = None) -> Any:
     if job["model"] in NATIVE:
-        is_residual = NATIVE[job["model"]]
-        return native_moe.build(VOCABULARY, rank, job.get("ep", 1), residual=is_residual)
+        return native_moe.build(
+            VOCABULARY,
+            rank,
+            job.get("ep", 1),
+            residual=NATIVE[job["model"]],
+            is_data_first=bool(job.get("config", {}).get("use_data_before_expert_parallelism")),
+            mpu=mpu,
+            is_cut=bool(job.get("cut_experts")),
+        )
     model = build(
         job["model"],
         job.get("hidden", HIDDEN),
@@ -229,9 +237,11 @@ def train(rank: int, job: dict[str, Any]) -> list[str]:
     deepspeed.init_distributed(dist_backend="gloo")
     if job.get("dtype") == "fp16":
         allow_fp16()
-    model = model_under_init(rank, job) if job.get("zero_init") else model_of(rank, job)
+    tp = job.get("tp", 1) if job["model"] in NATIVE else 1
+    mpu = native_moe.Mpu(rank, tp) if tp > 1 else None
+    model = model_under_init(rank, job) if job.get("zero_init") else model_of(rank, job, mpu)
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=trained(model, job), config=settings_of(job)
+        model=model, model_parameters=trained(model, job), config=settings_of(job), mpu=mpu
     )
     if job.get("load"):
         path, _ = engine.load_checkpoint(job["load"])

@@ -204,7 +204,7 @@ def build(  # noqa: C901 - the parts of one model
     for number, layer in enumerate(layers):
         # Experts of a layer are copies of one: give each the same weights, whoever holds it.
         place = rank // (torch.distributed.get_world_size() // ep) if is_data_first else rank % ep
-        if cutters > 1:
+        if cutters > 1 and not is_data_first:
             place = rank // cutters % ep
         first = place * layer.num_local_experts
         modules = [*enumerate(layer.deepspeed_moe.experts.deepspeed_experts, first)]

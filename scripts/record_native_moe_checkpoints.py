@@ -95,6 +95,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "residual": True,
         "config": {"zero_optimization": {"stage": 2}, **ADAM, **BF16},
     },
+    "tensor_cut_data_first_z1": {
+        "ranks": 8,
+        "ep": 2,
+        "tp": 2,
+        "is_cut": True,
+        "config": {
+            "zero_optimization": {"stage": 1},
+            "use_data_before_expert_parallelism": True,
+            **ADAM,
+            **BF16,
+        },
+    },
     "bf16_optimizer_z1": {
         "ranks": 4,
         "ep": 2,

@@ -332,10 +332,17 @@ def test_whole_experts_need_nothing_that_says_how_they_are_cut(uncut):
     assert all(np.array_equal(found[key], expected[key]) for key in expected)
 
 
-def test_experts_that_are_cut_after_data_parallelism(cut):
-    both(cut, lambda root: root["ds_config"].update(use_data_before_expert_parallelism=True))
+def test_neighbours_share_experts_that_are_cut_after_data_parallelism():
+    """Two data-parallel ranks of each tensor-parallel one have the same."""
+    catalog = read_catalog(RECORDED / "tensor_cut_data_first_z1")
+    layouts = {t.name: t.states["fp32"].layout for t in catalog.tensors if "fp32" in t.states}
 
-    refused(cut, "use_data_before_expert_parallelism and 2 tensor-parallel", error=UnsupportedError)
+    def holders(number: int) -> list[int]:
+        layout = layouts[f"{EXPERTS}.{number}.up.weight"]
+        return [rank for rank in range(8) if layout.shard_numel(rank)]
+
+    assert {*holders(0), *holders(1)} == {0, 1, 2, 3}
+    assert {*holders(2), *holders(3)} == {4, 5, 6, 7}
 
 
 def test_flat_buffers_in_another_order_than_the_model_are_left_out(tmp_path):

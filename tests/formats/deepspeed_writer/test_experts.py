@@ -488,7 +488,10 @@ def test_data_parallelism_first_is_not_folded() -> None:
 
     with pytest.raises(UnsupportedError, match="use_data_before_expert_parallelism"):
         place_experts(
-            read_catalog(source), read_training(read_catalog(source)), DeepSpeedTarget(2, 2, 1, 2)
+            read_catalog(source),
+            read_training(read_catalog(source)),
+            DeepSpeedTarget(2, 2, 1, 2),
+            {},
         )
 
 
@@ -514,4 +517,4 @@ def test_a_model_without_experts_is_not_folded(shared: Path) -> None:
     source = read_catalog(shared / "checkpoints" / "llama_tp2_z1")
 
     with pytest.raises(UnsupportedError, match="2 expert-parallel ranks are asked for"):
-        place_experts(source, read_training(source), DeepSpeedTarget(2, 1, 1, 2))
+        place_experts(source, read_training(source), DeepSpeedTarget(2, 1, 1, 2), {})

@@ -122,7 +122,7 @@ def retold(training: Training, ranks: int, **changed: Any) -> list[ParameterGrou
     """The groups that an engine with so many expert-parallel ranks has."""
     catalog = read_catalog(RECORDED / "residual_z1")
     training = replace(training, **changed)
-    placed = place_native(catalog, training, DeepSpeedTarget(1, ranks, 1, ep=ranks))
+    placed = place_native(catalog, training, DeepSpeedTarget(1, ranks, 1, ep=ranks), {})
     assert placed is not None
     return list(placed.retold(training).groups)
 
@@ -205,7 +205,7 @@ def test_groups_are_those_that_deepspeed_makes_for_the_ranks(counts, numels, bef
     # As the reader has them: what the ranks have of each layer, one rank after the other.
     groups = tuple(
         ParameterGroup(
-            tuple(placed._everywhere(own, before)),
+            tuple(placed.order.everywhere(own, before)),
             settings_of,
             {},
         )
@@ -292,13 +292,6 @@ def test_what_no_engine_resumes_from_is_refused(source, target, words, tmp_path)
 
     assert words in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_tensor_parallel_ranks_are_refused():
-    catalog = read_catalog(RECORDED / "residual_z1")
-
-    with pytest.raises(UnsupportedError, match="written for 2 tensor-parallel ranks"):
-        place_native(catalog, read_training(catalog), DeepSpeedTarget(2, 2, 1))
 
 
 def test_experts_in_another_order_than_the_model_stay_on_their_ranks():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.values import StoredTensor
-from restride.errors import CorruptError, UnsupportedError
+from restride.errors import CorruptError
 from restride.formats.deepspeed._placement import Placement
 from restride.formats.deepspeed._settings import is_enabled
 from restride.layouts.replicated import replicated
@@ -40,7 +40,6 @@ class ExpertCuts:
 
     Raises:
         CorruptError: Some experts have a file of every rank, and some have not.
-        UnsupportedError: They are cut, and the ranks are in an order that is not known.
     """
 
     def __init__(self, run: Run, files: Mapping[tuple[int, int], Mapping[int, Field]]) -> None:
@@ -56,13 +55,6 @@ class ExpertCuts:
                     where=str(run.folder.path),
                     remedy="put all files of one save into the folder",
                 )
-        if self._is_cut and self._is_data_first:
-            raise UnsupportedError(
-                f"is of a run with {_DATA_FIRST} and {run.tp_size} tensor-parallel ranks that cut "
-                "experts, whose order is not known",
-                where=str(run.folder.path),
-                remedy="convert the weights of a run without it",
-            )
 
     def of(self, expert: NativeExpert) -> NativeExpert:
         """An expert's tensor with its cut, and with the shape that it has in full.

@@ -89,11 +89,10 @@ class ExpertRanks:
         if not self.are_experts(members):
             return [self._run.rank(dp, tp) for dp in range(self._run.dp_size)]
         count = self._world // cutters
-        if self._are_cut:
-            return [self._run.rank(dp, tp) for dp in range(cutter, self._world, cutters)]
+        own = range(cutter, self._world, cutters)
         if self._is_data_first:
-            return list(range(cutter * count, (cutter + 1) * count))
-        return list(range(cutter, self._world, cutters))
+            own = range(cutter * count, (cutter + 1) * count)
+        return [self._run.rank(n, tp) for n in own] if self._are_cut else list(own)
 
     def held(self, members: Shapes, cutter: int) -> dict[str, Shape]:
         """Shapes of the shards that a cutter has of a group, by the names of the first one."""
@@ -136,11 +135,18 @@ class ExpertRanks:
             return tp
         return cutter * self._run.tp_size + tp if self._are_cut else cutter
 
-    def strides(self, name: str) -> tuple[int, int]:
-        """Distance on the mesh between neighbouring shards, and between neighbouring partitions."""
+    def strides(self, name: str) -> tuple[int, int, int]:
+        """Where the shards of a parameter are on the mesh.
+
+        Returns:
+            The distance between neighbouring shards, that between neighbouring partitions, and how
+            many neighbours cut one tensor where the ranks that share its shards are neighbours too;
+            0 elsewhere.
+        """
         if name not in self._experts:
-            return 1, self._run.tp_size
+            return 1, self._run.tp_size, 0
         ranks = self._experts[name].rank_count
         if self._are_cut:
-            return 1, ranks * self._run.tp_size
-        return (self._world // ranks, 1) if self._is_data_first else (1, ranks)
+            tp = self._run.tp_size
+            return (1, tp, tp) if self._is_data_first else (1, ranks * tp, 0)
+        return (self._world // ranks, 1, 0) if self._is_data_first else (1, ranks, 0)

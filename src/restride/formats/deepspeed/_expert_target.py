@@ -18,6 +18,7 @@ from restride.formats.deepspeed.expert_settings import any_of, is_data_first
 from restride.formats.deepspeed.maps import MAP_VERSION
 from restride.formats.deepspeed.placements import to_expert_map, to_expert_placement
 from restride.layouts.gathered import experts
+from restride.layouts.replicated import replicated
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
@@ -114,6 +115,18 @@ class PlacedExperts:
         placement = [range(cutter * held, (cutter + 1) * held) for cutter in cutters]
         return experts(shape, mesh=mesh, placement=placement)
 
+    def expert_rank(self, rank: int) -> int:
+        """The expert-parallel rank that a rank is."""
+        return self.spread.place(rank)[0]
+
+    def tensor_layouts(self) -> Mapping[str, Layout]:
+        """How the tensor-parallel ranks hold what one rank has of each stack: none cuts it."""
+        mesh = self.target.tp_mesh
+        return {
+            name: replicated(layout.shard_shape(0), mesh=mesh)
+            for name, layout in self.layouts.items()
+        }
+
     def local_name(self, name: str, cutter: int) -> str:  # noqa: ARG002 - as for single experts
         """What an expert-parallel rank calls a parameter: a stack has one name on all."""
         return name
@@ -176,8 +189,19 @@ class PlacedExperts:
 Placed: TypeAlias = PlacedExperts | PlacedNative
 
 
-def place_experts(catalog: Catalog, training: Training, target: DeepSpeedTarget) -> Placed | None:
+def place_experts(
+    catalog: Catalog,
+    training: Training,
+    target: DeepSpeedTarget,
+    layouts: Mapping[str, Layout],
+) -> Placed | None:
     """Place the experts of a checkpoint on the ranks of a target, or return None where it has none.
+
+    Args:
+        catalog: What the checkpoint holds.
+        training: What goes with the tensors.
+        target: The ranks.
+        layouts: How its tensor-parallel ranks hold tensors that are no stacks.
 
     Raises:
         FormatError, CorruptError: What is said of the layers is wrong.
@@ -188,7 +212,7 @@ def place_experts(catalog: Catalog, training: Training, target: DeepSpeedTarget)
     """
     where = catalog.root
     if not training.experts:
-        native = place_native(catalog, training, target)
+        native = place_native(catalog, training, target, layouts)
         if native is None and target.ep > 1:
             raise UnsupportedError(
                 "has no layers of experts of AutoEP or of deepspeed.moe.layer.MoE, and "
@@ -202,15 +226,15 @@ def place_experts(catalog: Catalog, training: Training, target: DeepSpeedTarget)
     tensors = {tensor.name: tensor for tensor in catalog.tensors}
     layers = tuple(_layers(training, target, tensors))
     _refuse_frozen(training, target, layers)
-    layouts = {
+    placed = {
         name: experts(tensors[name].layout.full_shape, mesh={"ep": target.ep})
         for layer in layers
         for name in layer.names
     }
     spread = spread_experts(target, is_data_first=data_first)
     aliases = dict(_aliases(catalog, training, layers, tensors))
-    stored = tuple(_stored(layers, layouts))
-    return PlacedExperts(layers, layouts, stored, spread, target, aliases, training.described)
+    stored = tuple(_stored(layers, placed))
+    return PlacedExperts(layers, placed, stored, spread, target, aliases, training.described)
 
 
 def _stored(

@@ -17,7 +17,7 @@ every tensor-parallel rank (deepspeed 0.19.8 `utils/groups.py`).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, groupby
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -29,6 +29,7 @@ from restride.algebra.piece import Piece
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_cuts import ExpertCuts
+from restride.formats.deepspeed._rank_blocks import in_block
 from restride.layouts.lifting import axes_of
 from restride.wording import counted
 
@@ -123,24 +124,9 @@ class NativeExpert:
         """Describe which rank has it; where it is cut, on the ranks ``ep, tp``."""
         if self.cut is None:
             return held_by(self.shape, Mesh((("ep", self.rank_count),)), [self.rank])
-        count, first = self.cut.rank_count, self.rank * self.cut.rank_count
-        after = (self.rank_count - 1) * count - first
-        return replace(
-            self.cut,
-            mesh=Mesh((("ep", self.rank_count), ("tp", count))),
-            shard_shapes=(
-                *(((first, (0,)),) if first else ()),
-                *self.cut.shard_shapes,
-                *(((after, (0,)),) if after else ()),
-            ),
-            all_pieces=tuple(
-                replace(piece, rank_base=piece.rank_base + first) for piece in self.cut.all_pieces
-            ),
-            padding=tuple(
-                replace(padding, rank_base=padding.rank_base + first)
-                for padding in self.cut.padding
-            ),
-        )
+        count = self.cut.rank_count
+        mesh = Mesh((("ep", self.rank_count), ("tp", count)))
+        return in_block(self.cut, mesh, self.rank * count)
 
 
 def expert_name(name: str) -> tuple[str, int, str] | None:

@@ -1,35 +1,37 @@
 """The experts of DeepSpeed's own MoE layers, placed for the ranks of a target.
 
 A layer is built for a number of expert-parallel ranks, and every rank calls its own experts
-``deepspeed_experts.0`` and so on. The groups of the optimizer have them in the order of the model,
-so that an engine with other ranks has other experts between those of two layers; and it splits the
-groups by size anew (`_expert_groups`).
+``deepspeed_experts.0`` and so on. Tensor-parallel ranks hold them whole, or cut them
+(`_native_cut`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from restride.algebra.mesh import Mesh
 from restride.errors import CorruptError, UnsupportedError
-from restride.formats.deepspeed._expert_groups import MOST_GROUP_NUMEL, joined_groups, split_group
+from restride.formats.deepspeed._expert_groups import MOST_GROUP_NUMEL
+from restride.formats.deepspeed._native_cut import are_cut, held_before, require_saved
 from restride.formats.deepspeed._native_experts import expert_name, held_by
-from restride.formats.deepspeed._spread import spread_experts
+from restride.formats.deepspeed._native_groups import ExpertOrder
+from restride.formats.deepspeed._rank_blocks import gathered, in_block
+from restride.formats.deepspeed._spread import spread_cut_experts, spread_experts
 from restride.formats.deepspeed.expert_settings import any_of, is_data_first, native_rank_count
 from restride.formats.deepspeed.target import DeepSpeedTarget
+from restride.layouts.replicated import replicated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from restride.algebra.layout import Layout
     from restride.checkpoint.catalog import Catalog, TensorEntry
-    from restride.checkpoint.training import ParameterGroup, Training
+    from restride.checkpoint.training import Training
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._spread import Spread
 
-__all__ = ["NativeLayer", "PlacedNative", "on_one_rank", "place_native"]
+__all__ = ["NativeLayer", "PlacedNative", "on_one_rank", "place_native", "shows"]
 
 _PARTITIONED_WEIGHTS: Final = 3
 _GRADIENTS: Final = 2
@@ -63,6 +65,8 @@ class PlacedNative:
         spread: Which ranks hold which experts, and which share them.
         target: The ranks.
         aliases: None: no parameter has a second name that the engine does not count as shared.
+        cuts: How the tensor-parallel ranks cut each tensor; empty where experts are whole.
+        sizes: Elements that a rank of the source has of each tensor; empty where it has all.
     """
 
     layers: tuple[NativeLayer, ...]
@@ -71,11 +75,24 @@ class PlacedNative:
     spread: Spread
     target: DeepSpeedTarget
     aliases: Mapping[str, str]
+    cuts: Mapping[str, Layout] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def group_name(self) -> str:
         """What DeepSpeed calls the ranks."""
         return f"ep_size_{self.target.ep}"
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tensor-parallel ranks cut the experts."""
+        return bool(self.cuts)
+
+    @property
+    def order(self) -> ExpertOrder:
+        """The experts as parameter groups have them."""
+        counts = {layer.prefix: layer.count for layer in self.layers}
+        return ExpertOrder(counts, frozenset(self.layouts), self.before, self.target.ep)
 
     def retold(self, training: Training, *, most: int = MOST_GROUP_NUMEL) -> Training:
         """The training with the parameter groups that an engine of the target has.
@@ -85,110 +102,17 @@ class PlacedNative:
             most: Elements that a group has at most on a rank.
 
         Raises:
-            UnsupportedError: Nothing says how an engine with other expert-parallel ranks orders
-                them.
+            UnsupportedError: As for `ExpertOrder.retold`.
         """
-        if self.before == self.target.ep:
-            return training
-        numels = {name: layout.full_numel for name, layout in self.layouts.items()}
-        # The bounds between groups are those of what one rank has.
-        local = [
-            replace(
-                group,
-                names=self._first(group.names),
-                listed=None if group.listed is None else self._first(group.listed),
-            )
-            for group in training.groups
-        ]
-        groups: list[ParameterGroup] = []
-        for group in joined_groups(local, numels, 1, most=most):
-            names = self._moved(group.names)
-            listed = None if group.listed is None else self._moved(group.listed)
-            moved = replace(group, names=names, listed=listed)
-            after = self.target.ep
-            parts = split_group(moved, numels, 1, before=self.before, after=after, most=most)
-            for part in parts:
-                all_names = tuple(self._everywhere(part.names, after))
-                listed = part.listed and tuple(self._everywhere(part.listed, after))
-                groups.append(replace(part, names=all_names, listed=listed))
-        return replace(training, groups=tuple(groups))
-
-    def _first(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of some names that the first rank of the source has."""
-        return tuple(
-            name
-            for name, parts in ((name, self._parts(name)) for name in names)
-            if parts is None or parts[1] < self._count(parts[0]) // self.before
-        )
-
-    def _moved(self, names: Sequence[str]) -> tuple[str, ...]:
-        """What the first rank of the target has, where that of the source has these."""
-        found: list[str] = []
-        seen: set[str] = set()
-        for prefix, block in groupby(names, lambda name: (self._parts(name) or ("",))[0]):
-            own = [*block]
-            if not prefix:
-                found.extend(own)
-                continue
-            known = [parts[1:] for name in own if (parts := self._parts(name))]
-            numbers = [number for number, _ in known]
-            if prefix in seen or numbers != sorted(numbers) or len({*known}) < len(known):
-                raise UnsupportedError(
-                    f"a parameter group does not have all experts of {prefix!r} one after the "
-                    "other: how an engine with other expert-parallel ranks orders them is not "
-                    "known",
-                    remedy=f"choose --ep {self.before}",
-                )
-            moved = self._regrouped(prefix, known)
-            seen.add(prefix)
-            found += [f"{prefix}.{number}.{rest}" for number, rest in moved]
-        return tuple(found)
-
-    def _regrouped(self, prefix: str, known: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-        """What the first rank of the target has of a layer, where that of the source has these.
-
-        Experts may be trained in other parts, as long as every rank has the same at the same
-        places: model files have the names of the first one, which speak for all.
-
-        Raises:
-            UnsupportedError: They have not.
-        """
-        count = self._count(prefix)
-        before, after = count // self.before, count // self.target.ep
-        full = [
-            (number + first, rest) for first in range(0, count, before) for number, rest in known
-        ]
-        ranks = [
-            [(number - first, rest) for number, rest in full if first <= number < first + after]
-            for first in range(0, count, after)
-        ]
-        other = next((rank for rank, own in enumerate(ranks) if own != ranks[0]), None)
-        if other is not None:
-            raise UnsupportedError(
-                f"a parameter group has other tensors of the experts of {prefix!r} that rank "
-                f"{other} of {self.target.ep} holds than of those of rank 0, whose names speak for "
-                "all ranks in DeepSpeed's files: parts of them are frozen",
-                remedy=f"choose --ep {any_of(sorted({1, self.before}))}",
-            )
-        return ranks[0]
-
-    def _everywhere(self, names: Iterable[str], ranks: int) -> Iterator[str]:
-        """What all ranks have, where the first one has these: one rank after the other."""
-        for prefix, block in groupby(names, lambda name: (self._parts(name) or ("",))[0]):
-            own = [*block]
-            held = self._count(prefix) // ranks if prefix else 0
-            for rank in range(ranks if prefix else 1):
-                for name in own:
-                    parts = self._parts(name)
-                    number = "" if parts is None else parts[1] + rank * held
-                    yield name if parts is None else f"{prefix}.{number}.{parts[2]}"
-
-    def _parts(self, name: str) -> tuple[str, int, str] | None:
-        """Layer, number and rest of the name of an expert's tensor."""
-        return expert_name(name) if name in self.layouts else None
-
-    def _count(self, prefix: str) -> int:
-        return next(layer.count for layer in self.layers if layer.prefix == prefix)
+        full = {name: layout.full_numel for name, layout in self.layouts.items()}
+        after = [full]
+        if self.is_cut:
+            after = [
+                {name: cut.shard_numel(tp) for name, cut in self.cuts.items()}
+                for tp in range(self.target.tp)
+            ]
+        groups = self.order.retold(training.groups, self.sizes or full, after, most=most)
+        return replace(training, groups=groups)
 
     def without_second_names(self, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """The tensors of the source, by name: there are no second names."""
@@ -205,24 +129,47 @@ class PlacedNative:
 
     def copies(self, name: str, cutters: Sequence[int], mesh: Mesh) -> Layout:
         """How files have a tensor that are each of one expert-parallel rank."""
-        parts = expert_name(name)
-        owner = parts[1] // (self._count(parts[0]) // self.target.ep) if parts else 0
-        ranks = [place for place, cutter in enumerate(cutters) if cutter == owner]
-        return held_by(self.layouts[name].full_shape, mesh, ranks)
+        return gathered(self.layouts[name], cutters, mesh)
+
+    def expert_rank(self, rank: int) -> int:
+        """The expert-parallel rank that a rank is."""
+        return self._expert_rank(self.spread.place(rank)[0])
+
+    def tensor_layouts(self) -> Mapping[str, Layout]:
+        """How the tensor-parallel ranks hold what the first of them has of experts."""
+        mesh, first = self.target.tp_mesh, range(self.target.tp if self.is_cut else 1)
+        return {
+            name: self.cuts.get(name) or replicated(layout.full_shape, mesh=mesh)
+            for name, layout in self.layouts.items()
+            if any(layout.shard_numel(rank) for rank in first)
+        }
 
     def local_name(self, name: str, cutter: int) -> str:
-        """What an expert-parallel rank calls one of its tensors."""
-        parts = self._parts(name)
+        """What a rank calls one of its tensors."""
+        parts = expert_name(name) if name in self.layouts else None
         if parts is None:
             return name
         prefix, number, rest = parts
-        return f"{prefix}.{number - cutter * (self._count(prefix) // self.target.ep)}.{rest}"
+        held = self.order.counts[prefix] // self.target.ep
+        return f"{prefix}.{number - self._expert_rank(cutter) * held}.{rest}"
+
+    def _expert_rank(self, cutter: int) -> int:
+        return cutter // self.target.tp if self.is_cut else cutter
 
 
 def place_native(
-    catalog: Catalog, training: Training, target: DeepSpeedTarget
+    catalog: Catalog,
+    training: Training,
+    target: DeepSpeedTarget,
+    cuts: Mapping[str, Layout],
 ) -> PlacedNative | None:
     """Place the experts of DeepSpeed's own layers, or return None where there are none.
+
+    Args:
+        catalog: The source.
+        training: What goes with its tensors.
+        target: The ranks.
+        cuts: How its tensor-parallel ranks hold each tensor; nothing is asked where there is one.
 
     Raises:
         CorruptError: Experts of a layer are missing, or no number says how many ranks had them.
@@ -233,9 +180,45 @@ def place_native(
     layers = tuple(_layers(tensors, catalog.root))
     if not layers:
         return None
+    names = [name for layer in layers for own in layer.names for name in own]
+    cut = {name: cuts[name] for name in names} if target.tp > 1 else {}
+    if cut and not are_cut(catalog, cut):
+        cut = {}
+    data_first = is_data_first(training)
     _require_possible(catalog, target)
+    require_saved(target, is_cut=bool(cut), is_data_first=data_first, where=catalog.root)
+    layouts = dict(_layouts(layers, tensors, target, cut))
+    frozen = [name for name in layouts if tensors[name].is_frozen]
+    if frozen and target.zero >= _GRADIENTS and target.ep > 1:
+        raise UnsupportedError(
+            f"is frozen, and DeepSpeed resumes all ranks with the frozen experts of the first "
+            f"with ZeRO-{target.zero}",
+            where=f"tensor {frozen[0]!r}",
+            remedy="choose --zero 1, or --ep 1",
+        )
+    before = _ranks_before(training, layers, catalog.root)
+    spread = spread_cut_experts if cut else spread_experts
+    return PlacedNative(
+        layers,
+        layouts,
+        before,
+        spread(target, is_data_first=data_first),
+        target,
+        {},
+        cut,
+        {name: held_before(tensors[name]) for name in names},
+    )
+
+
+def _layouts(
+    layers: Sequence[NativeLayer],
+    tensors: Mapping[str, TensorEntry],
+    target: DeepSpeedTarget,
+    cuts: Mapping[str, Layout],
+) -> Iterator[tuple[str, Layout]]:
+    """Which ranks hold each tensor of an expert: expert-parallel ones, and those that cut it."""
     mesh = Mesh((("ep", target.ep),))
-    layouts: dict[str, Layout] = {}
+    both = Mesh((("ep", target.ep), ("tp", target.tp)))
     for layer in layers:
         if layer.count % target.ep:
             sizes = [n for n in range(1, layer.count + 1) if layer.count % n == 0]
@@ -247,18 +230,10 @@ def place_native(
         held = layer.count // target.ep
         for number, names in enumerate(layer.names):
             for name in names:
-                layouts[name] = held_by(tensors[name].layout.full_shape, mesh, [number // held])
-    frozen = [name for name in layouts if tensors[name].is_frozen]
-    if frozen and target.zero >= _GRADIENTS and target.ep > 1:
-        raise UnsupportedError(
-            f"is frozen, and DeepSpeed resumes all ranks with the frozen experts of the first "
-            f"with ZeRO-{target.zero}",
-            where=f"tensor {frozen[0]!r}",
-            remedy="choose --zero 1, or --ep 1",
-        )
-    before = _ranks_before(training, layers, catalog.root)
-    spread = spread_experts(target, is_data_first=is_data_first(training))
-    return PlacedNative(layers, layouts, before, spread, target, {})
+                if cuts:
+                    yield name, in_block(cuts[name], both, number // held * target.tp)
+                else:
+                    yield name, held_by(tensors[name].layout.full_shape, mesh, [number // held])
 
 
 def on_one_rank(catalog: Catalog, training: Training) -> Training | None:
@@ -271,8 +246,16 @@ def on_one_rank(catalog: Catalog, training: Training) -> Training | None:
         CorruptError: Experts of a layer are missing.
         UnsupportedError: Nothing says in which order such an engine has them.
     """
-    placed = place_native(catalog, training, DeepSpeedTarget(tp=1, dp=1, zero=1))
+    placed = place_native(catalog, training, DeepSpeedTarget(tp=1, dp=1, zero=1), {})
     return None if placed is None else placed.retold(training)
+
+
+def shows(catalog: Catalog, placed: PlacedNative) -> bool:
+    """Whether files of a source show that experts are whole, or cut, as they are in a target."""
+    if placed.target.tp == 1:
+        return True
+    is_several = dict(catalog.mesh.axes).get("tp", 1) > 1
+    return is_several and are_cut(catalog, {}) == placed.is_cut
 
 
 def _require_possible(catalog: Catalog, target: DeepSpeedTarget) -> None:
@@ -283,13 +266,6 @@ def _require_possible(catalog: Catalog, target: DeepSpeedTarget) -> None:
             "has experts of DeepSpeed's own MoE layer, which DeepSpeed does not train with ZeRO-3",
             where=catalog.root,
             remedy="choose --zero 0, 1 or 2",
-        )
-    if target.tp > 1:
-        raise UnsupportedError(
-            "has experts of DeepSpeed's own MoE layer, which cannot be written for "
-            f"{target.tp} tensor-parallel ranks: whether these cut experts is in the model alone",
-            where=catalog.root,
-            remedy="choose --tp 1",
         )
 
 

@@ -63,6 +63,8 @@ class FlatCut:
     Attributes:
         outer_stride: Distance on the mesh between two ranks that hold neighbouring shards.
         inner_stride: Distance on the mesh between two partitions of one buffer.
+        block: Neighbouring ranks that cut one tensor, where those that share its shards are
+            neighbours as well (`_rank_blocks`); 0 elsewhere.
         is_even: Whether every shard is cut by itself into equal chunks, the last one padded
             (ZeRO-3); then there is a holding for each rank, even where its chunk is all padding.
         holdings: The fragments over all ranks.
@@ -70,6 +72,7 @@ class FlatCut:
 
     outer_stride: int
     inner_stride: int
+    block: int = 0
     is_even: bool = False
     holdings: list[Holding] = field(default_factory=list)
 

@@ -19,6 +19,7 @@ from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece
 from restride.checkpoint.catalog import StateEntry
 from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._rank_blocks import chained_in_block
 from restride.layouts.flat import flat_chunks
 from restride.layouts.scaled import scaled_state
 
@@ -124,7 +125,8 @@ class FlatLayouts:
         for holding in () if cut.is_even else cut.holdings:
             fragment = holding.fragment
             runs[holding.cutter].append((fragment.partition, fragment.param_base, fragment.numel))
-        key = layout, cut.is_even, cut.outer_stride, cut.inner_stride, tuple(map(tuple, runs))
+        strides = cut.outer_stride, cut.inner_stride, cut.block
+        key = layout, cut.is_even, strides, tuple(map(tuple, runs))
         if key not in self._known:
             self._known[key] = _flat_layout(layout, cut, runs, self.mesh)
         return self._known[key]
@@ -240,6 +242,8 @@ def _flat_layout(
         inner = {
             rank: _fragment_layout(runs, numels[rank], parts) for rank, runs in enumerate(fragments)
         }
+    if cut.block:
+        return chained_in_block(layout, inner, mesh, cut.block)
     first = inner[0]
     return chain(
         layout,

@@ -65,17 +65,31 @@ def _writers(target: DeepSpeedTarget, expert_rank: int) -> list[int]:
 
 
 def _write_native(writing: Writing, placed: PlacedNative) -> None:
-    """Add the files of experts that are modules of their own, with all of their tensors."""
+    """Add the files of experts that are modules of their own, with all of their tensors.
+
+    Each is of the tensor-parallel rank that the first rank with the expert is, or where they cut
+    it, of all of them.
+    """
     one = Mesh((("expert", 1),))
     for layer in placed.layers:
         for expert, names in enumerate(layer.names):
-            draft = _draft(writing, layer.number, expert)
-            content: dict[Value, Value] = {}
-            for name in names:
-                selected = writing.weights[name]
-                whole = replicated(selected.entry.layout.full_shape, mesh=one)
-                content[name] = draft.tensor(writing.output.array(selected, whole), 0)
-            writing.output.add(draft, content)
+            arrays = {
+                name: writing.output.array(
+                    selected,
+                    placed.cuts.get(name) or replicated(selected.entry.layout.full_shape, mesh=one),
+                )
+                for name in names
+                for selected in [writing.weights[name]]
+            }
+            expert_rank = expert // (layer.count // placed.target.ep)
+            holder = placed.spread.ranks(expert_rank)[0] % placed.target.tp
+            for tp in range(placed.target.tp) if placed.is_cut else (holder,):
+                draft = _draft(writing, layer.number, expert, tp)
+                place = tp if placed.is_cut else 0
+                content: dict[Value, Value] = {
+                    name: draft.tensor(array, place) for name, array in arrays.items()
+                }
+                writing.output.add(draft, content)
 
 
 def _draft(writing: Writing, layer: int, expert: int, tp: int = 0) -> FileDraft:

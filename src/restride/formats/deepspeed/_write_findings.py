@@ -10,7 +10,7 @@ from restride.checkpoint.catalog import Finding
 from restride.errors import RestrideError
 from restride.formats.deepspeed._fields import Field, shown
 from restride.formats.deepspeed._momentum import states_kept_whole, trains_by_muon
-from restride.formats.deepspeed._native_target import PlacedNative
+from restride.formats.deepspeed._native_target import PlacedNative, shows
 from restride.formats.deepspeed._settings import zero_setting
 from restride.formats.deepspeed._values import JsonWriter, read_bytes
 from restride.storage.ranges import FilePool
@@ -116,6 +116,13 @@ def _experts(writing: Writing) -> Iterator[Finding]:
             f"layers have ep_size={writing.target.ep}"
         )
         yield Finding("note", "config-ep", message)
+    if isinstance(placed, PlacedNative) and not shows(writing.catalog, placed):
+        said = "are cut by" if placed.is_cut else "are whole on"
+        message = (
+            f"experts {said} the {placed.target.tp} tensor-parallel ranks: resume with "
+            f"enable_expert_tensor_parallelism={placed.is_cut}"
+        )
+        yield Finding("note", "expert-tensor-parallelism", message)
 
 
 def _batch(writing: Writing) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import UnsupportedError
+from restride.formats.deepspeed._native_target import PlacedNative
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -77,9 +78,9 @@ def model_folding(placed: Placed, rank: int, names: Iterable[str]) -> dict[Value
 
 
 def optimizer_folding(writing: Writing, rank: int) -> dict[Value, Value]:
-    """What the optimizer file of a rank says: nothing without tensor parallelism."""
+    """What the optimizer file of a rank says: nothing where no experts fold other ranks."""
     placed, target = writing.experts, writing.target
-    if placed is None or target.tp == 1:
+    if placed is None or not _is_folded(placed):
         return {}
     partition = rank // target.tp
     own = _entry(placed, rank, "zero_optimizer_state", "per_family", partition, target.dp)
@@ -88,17 +89,19 @@ def optimizer_folding(writing: Writing, rank: int) -> dict[Value, Value]:
     return {FOLDING: own}
 
 
-def expert_places(placed: Placed) -> list[tuple[int, int]]:
-    """The expert-parallel and tensor-parallel rank of each rank that differs from all before it."""
+def expert_places(placed: Placed) -> dict[tuple[int, int], int]:
+    """The first rank of each expert-parallel and tensor-parallel one, in the order of the ranks."""
     target = placed.target
-    ranks = range(target.dp * target.tp)
-    return [*dict.fromkeys((placed.spread.place(rank)[0], rank % target.tp) for rank in ranks)]
+    found: dict[tuple[int, int], int] = {}
+    for rank in range(target.dp * target.tp):
+        found.setdefault((placed.expert_rank(rank), rank % target.tp), rank)
+    return found
 
 
 def expert_folding(placed: Placed, expert_rank: int, tp: int) -> dict[Value, Value]:
     """What the file of an expert says that a tensor-parallel rank writes."""
     target = placed.target
-    if target.tp == 1:
+    if not _is_folded(placed):
         return {}
     world = range(target.dp * target.tp)
     rank = next(n for n in world if (n % target.ep, n % target.tp) == (expert_rank, tp))
@@ -106,6 +109,11 @@ def expert_folding(placed: Placed, expert_rank: int, tp: int) -> dict[Value, Val
     return {
         FOLDING: _entry(placed, rank, "routed_expert", "edp", partition, placed.spread.partitions)
     }
+
+
+def _is_folded(placed: Placed) -> bool:
+    """Whether expert-parallel ranks fold tensor-parallel ones: those of stacks do."""
+    return placed.target.tp > 1 and not isinstance(placed, PlacedNative)
 
 
 def _entry(

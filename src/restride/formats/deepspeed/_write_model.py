@@ -58,7 +58,14 @@ def write_models(writing: Writing) -> None:
             else module_of(writing, rank, made.__getitem__),
             "param_shapes": [
                 # Of experts the first rank speaks for all: they hold equally many.
-                _shapes(flat_members(writing, number, group, writing.cutter(group, tp)))
+                _shapes(
+                    {
+                        writing.name_on(name, tp): shape
+                        for name, shape in flat_members(
+                            writing, number, group, writing.cutter(group, tp)
+                        ).items()
+                    }
+                )
                 for number, group in enumerate(writing.training.groups)
             ],
             "frozen_param_shapes": None
@@ -126,7 +133,7 @@ def common_entries(writing: Writing, rank: ModelRank, tp: int) -> dict[Value, Va
     target = writing.target
     entries: dict[Value, Value] = {
         "buffer_names": [
-            tensor.name
+            writing.name_on(tensor.name, tp)
             for tensor in writing.tensors.values()
             if tensor.kind == "buffer" and writing.is_held(tensor.name, tp)
         ],

@@ -101,9 +101,9 @@ def _write_copies(
     experts are placed and all else is held again and again.
     """
     target = writing.target
-    places = [placed.spread.place(rank)[0] for rank in range(target.tp)]
     own = expert_places(placed)
-    cutters = (*places, *(expert for expert, _ in own))
+    ranks = (*range(target.tp), *own.values())
+    cutters = tuple(placed.spread.place(rank)[0] for rank in ranks)
     files = DeepSpeedTarget(tp=len(cutters), dp=1, zero=0)
     layouts = {
         name: placed.copies(name, cutters, files.tp_mesh)

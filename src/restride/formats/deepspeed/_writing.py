@@ -14,7 +14,6 @@ from restride.formats.deepspeed._settings import is_bf16, is_round_robin, uses_b
 from restride.formats.deepspeed._spread import spread_dense
 from restride.formats.deepspeed._stage_place import StageDraft
 from restride.formats.deepspeed._write_maps import universal_info
-from restride.layouts.replicated import replicated
 from restride.layouts.scaled import scaled_state
 from restride.storage.torch_output import FileDraft
 
@@ -83,13 +82,12 @@ class Writing:
             return self.stage.info
         if self.target.tp == 1:
             return None
+        experts = {} if self.experts is None else self.experts.tensor_layouts()
         parameters = {
-            # Of experts, what one rank has of the stack: no tensor-parallel rank cuts it.
-            name: replicated(self.shard_shape(name, 0), mesh=self.target.tp_mesh)
-            if self.is_expert(name)
-            else self.layouts[name]
+            name: experts.get(name) or self.layouts[name]
             for name, tensor in self.tensors.items()
-            if tensor.kind == "parameter"
+            # Of single experts, those that the first rank has: others have them under these names.
+            if tensor.kind == "parameter" and (name in experts or not self.is_expert(name))
         }
         return universal_info(parameters, self.training.described)
 
@@ -157,6 +155,12 @@ class Writing:
     def is_held(self, name: str, tp: int) -> bool:
         """Whether a rank has a tensor: all have, but for single experts."""
         return not self.is_expert(name) or prod(self._shard_on(name, tp)) > 0
+
+    def name_on(self, name: str, tp: int) -> str:
+        """What the first data-parallel one of some ranks calls a tensor: experts by their place."""
+        if self.experts is None or not self.is_expert(name):
+            return name
+        return self.experts.local_name(name, self.experts.spread.place(tp)[0])
 
     def cutter(self, group: ParameterGroup, tp: int) -> int:
         """The cutter of a group that the first data-parallel one of some ranks is."""

@@ -79,7 +79,7 @@ def lay_out(
             )
     _require_stages(catalog, training, target)
     tensors = {tensor.name: tensor for tensor in catalog.tensors}
-    placed = place_experts(catalog, training, target)
+    placed = place_experts(catalog, training, target, layouts)
     if placed is not None:
         training, layouts = placed.retold(training), {**layouts, **placed.layouts}
         tensors = placed.without_second_names(tensors)
