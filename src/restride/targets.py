@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from restride.algebra.coverage import require_covered
 from restride.checkpoint.catalog import Finding
-from restride.checkpoint.retarget import Retargeted, retarget
+from restride.checkpoint.retarget import Retargeted, retarget, stated_grain
 from restride.errors import CoverageError, RuleError
 from restride.formats.deepspeed._native_cut import on_tensor_ranks, require_said
 from restride.storage.model_files import find_model_config, read_model_config, read_rules_file
@@ -63,7 +63,9 @@ def find_cut(catalog: Catalog, cut: Cut) -> Retargeted:
     findings: tuple[Finding, ...] = ()
     config = None if cut.config is None else read_model_config(cut.config)
     place = "" if cut.config is None else str(cut.config)
-    if config is None and (rules is not None or cut.plan is not None or _is_recut(catalog, cut.tp)):
+    told = _of_grain(catalog, cut)
+    is_asked = rules is not None or cut.plan is not None or bool(told)
+    if config is None and (is_asked or _is_recut(catalog, cut.tp)):
         config, findings = find_config(catalog)
         place = findings[0].where if findings else ""
     try:
@@ -83,7 +85,19 @@ def find_cut(catalog: Catalog, cut: Cut) -> Retargeted:
             except CoverageError as error:
                 raise error.located(f"tensor {name!r}, as {found.how[name]} cuts it") from None
             proved.add(layout)
-    return replace(found, findings=(*findings, *found.findings))
+    return replace(found, findings=(*findings, *told, *found.findings))
+
+
+def _of_grain(catalog: Catalog, cut: Cut) -> tuple[Finding, ...]:
+    """What the configuration that goes along says otherwise."""
+    stated = stated_grain(catalog.values)
+    if cut.tp == 1 or cut.grain in {None, stated or 1}:
+        return ()
+    says = "no tp_grain_size" if stated is None else f"tp_grain_size {stated}"
+    message = (
+        f"ds_config in the files says {says}, as the source was trained: resume with {cut.grain}"
+    )
+    return (Finding("note", "config-grain", message),)
 
 
 def _is_recut(catalog: Catalog, tp: int) -> bool:

@@ -140,6 +140,17 @@ def test_the_config_is_found_in_the_checkpoint_or_beside_it(checkpoint: Path, pl
     assert [name for name in wanted if not same_layout(found.layouts[name], wanted[name])] == []
 
 
+def test_a_grain_that_the_files_do_not_say_is_told_of(checkpoint: Path) -> None:
+    write(checkpoint / "config.json", CODEGEN)
+
+    same, other = (run("layouts", "ckpt", "--tp", "2", "--grain", grain).out for grain in "18")
+
+    assert "config-grain" not in same
+    assert "says no tp_grain_size, as the source was trained: resume with 8 [config-grain]" in other
+    assert line_of(same, QKV).endswith("kept")
+    assert line_of(other, QKV).endswith("preset codegen without its plan")
+
+
 def test_a_tag_opened_by_itself_finds_the_config_of_its_checkpoint(checkpoint: Path) -> None:
     write(checkpoint / "config.json", CODEGEN)
     tag = checkpoint / (checkpoint / "latest").read_text()

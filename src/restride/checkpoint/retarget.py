@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog, TensorEntry
     from restride.layouts.presets import Rules
 
-__all__ = ["Retargeted", "retarget"]
+__all__ = ["Retargeted", "retarget", "stated_grain"]
 
 _EP: Final = "ep"
 _WHOLE: Final = "whole"
