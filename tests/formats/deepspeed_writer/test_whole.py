@@ -198,9 +198,16 @@ def test_the_class_of_the_engine_follows_the_configuration(tmp_path: Path) -> No
     again = _written(source, tmp_path / "fused", tp=1, training=fused)
     assert "fp32_groups_flat" in _optimizer_of(tmp_path / "fused")
     _require_same(source, again)
+    # It scales a loss in fp16 only; the other wrapper says of a scale in bf16, too.
+    assert "cur_scale" not in _optimizer_of(tmp_path / "fused")
+    half = {"fp16": {"enabled": True}, "bf16": {"enabled": False}}
+    scaled = resumed_with(optimizer={"type": "AdamW", "params": {}}, **half)
+    _written(source, tmp_path / "scaled", tp=1, training=scaled)
+    assert _optimizer_of(tmp_path / "scaled")["cur_scale"] == 1.0
+    assert "fp32_groups_flat" in _optimizer_of(tmp_path / "scaled")
 
     _written(source, tmp_path / "lamb", tp=1, training=resumed_with(optimizer={"type": "Lamb"}))
-    assert "fp32_groups" in _optimizer_of(tmp_path / "lamb")
+    assert {"fp32_groups", "cur_scale"} <= _optimizer_of(tmp_path / "lamb").keys()
 
     # A script may make the optimizer itself: then only its settings tell the class.
     own = resumed_with(optimizer=None)
