@@ -60,6 +60,10 @@ class Mpu:
     def get_model_parallel_group(self) -> Any:
         return self._tensor
 
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
     def get_data_parallel_rank(self) -> int:
         return self.rank // self.tp
 

@@ -298,3 +298,42 @@ def walked(layout, rank: int) -> list[tuple[int, int]]:
         for piece in layout.pieces(rank)
         for steps in itertools.product(*(range(axis.extent) for axis in piece.axes))
     ]
+
+
+# Universal folders.
+
+
+@pytest.mark.parametrize("name", [*CUT, *WHOLE])
+def test_a_universal_folder_has_all_experts_and_leads_to_tensor_parallel_ranks(
+    name, rules, tmp_path
+):
+    api.convert(RECORDED / name, tmp_path / "folder", to="universal")
+    to = {"to": "deepspeed", "tp": 2, "dp": 2, "ep": 2, "zero": 1}
+    api.convert(tmp_path / "folder", tmp_path / "out", **to, rules=rules)
+
+    assert same_states(RECORDED / name, tmp_path / "out")
+    assert axes_of(tmp_path / "out") == "ep=2,tp=2"
+
+
+def marks(folder: Path, name: str) -> dict[str, object]:
+    """What a universal folder says of a tensor beside its elements."""
+    path = next(folder.glob(f"*/zero/{name}/fp32.pt"))
+    return {key: value for key, value in file_content(path).items() if key != "param"}
+
+
+def test_what_is_said_of_an_expert_is_said_of_its_place_on_a_rank(tmp_path):
+    """Expert 3 is 1 on the second rank; of 3 no category and no map says anything."""
+    source = tmp_path / "source"
+    api.convert(RECORDED / "tensor_cut_z2", source, to="deepspeed", dp=2, ep=2)
+    for path in (source / "step").glob("mp_rank_*"):
+        edit_file(path, lambda root: root["universal_checkpoint_info"].pop("affine_map") and None)
+
+    api.convert(source, tmp_path / "folder", to="universal")
+    api.convert(RECORDED / "tensor_whole_z1", tmp_path / "whole", to="universal")
+
+    expert = f"{PREFIX}.3"
+    assert marks(tmp_path / "folder", f"{expert}.down.weight") == {"cat_dim": ("int", 1)}
+    assert marks(tmp_path / "folder", f"{expert}.up.weight") == {"cat_dim": ("int", 0)}
+    assert marks(tmp_path / "folder", f"{expert}.down.bias") == {}
+    assert marks(tmp_path / "whole", f"{expert}.up.weight") == {}
+    assert same_states(RECORDED / "tensor_cut_z2", source)

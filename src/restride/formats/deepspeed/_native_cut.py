@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog, TensorEntry
     from restride.formats.deepspeed.target import DeepSpeedTarget
 
-__all__ = ["are_cut", "held_before", "on_tensor_ranks", "require_said", "require_saved"]
+__all__ = [
+    "are_cut",
+    "held_before",
+    "names_on_ranks",
+    "on_tensor_ranks",
+    "require_said",
+    "require_saved",
+]
 
 _TP: Final = "tp"
 _PRESET: Final = "preset"
@@ -51,6 +58,30 @@ def held_before(tensor: TensorEntry) -> int:
     """Elements that a rank of the source has of a tensor of an expert."""
     layout = tensor.layout
     return next(filter(None, map(layout.shard_numel, range(layout.rank_count))), 0)
+
+
+def names_on_ranks(catalog: Catalog) -> dict[str, str | None]:
+    """What the rank of the source that holds an expert calls each of its tensors, by name.
+
+    Nothing that is said of such a name counts where whole experts are beside tensor-parallel ranks:
+    these have others under it.
+
+    Args:
+        catalog: What the checkpoint holds.
+    """
+    parts = {t.name: own for t in catalog.tensors if (own := expert_name(t.name)) is not None}
+    counts: dict[str, int] = {}
+    for prefix, number, _ in parts.values():
+        counts[prefix] = max(counts.get(prefix, 0), number + 1)
+    found: dict[str, str | None] = {}
+    for tensor in catalog.tensors:
+        if tensor.name in parts:
+            prefix, number, rest = parts[tensor.name]
+            axes = dict(tensor.layout.mesh.axes)
+            is_apart = "ep" in axes and _TP not in axes and _ranks(catalog) > 1
+            held = counts[prefix] // axes.get("ep", 1)
+            found[tensor.name] = None if is_apart else f"{prefix}.{number % held}.{rest}"
+    return found
 
 
 def require_said(names: Iterable[str], how: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from restride.checkpoint.values import Constructed, GlobalName
 from restride.errors import CorruptError
 from restride.formats.deepspeed._experts import read_experts
+from restride.formats.deepspeed._native_cut import names_on_ranks
 from restride.formats.deepspeed._patterns import PatternTable
 from restride.formats.deepspeed._placement import (
     AVERAGED,
@@ -82,7 +83,7 @@ def read_companions(run: Run, catalog: Catalog, training: Training) -> Companion
     """
     first = run.models[0]
     experts = _experts(first)
-    marks = _Marks(first, experts)
+    marks = _Marks(first, experts, names_on_ranks(catalog))
     trained = {name for group in training.groups for name in group.names}
     shapes = {
         tensor.name: tensor.layout.full_shape
@@ -135,9 +136,15 @@ def _experts(model: ModelFile) -> dict[str, ExpertParameter]:
 class _Marks:
     """What DeepSpeed's own converter says of each parameter, and in which shape it writes it."""
 
-    def __init__(self, model: ModelFile, experts: Mapping[str, ExpertParameter]) -> None:
+    def __init__(
+        self,
+        model: ModelFile,
+        experts: Mapping[str, ExpertParameter],
+        native: Mapping[str, str | None] | None = None,
+    ) -> None:
         info = model.root.get(_INFO)
         self._experts = experts
+        self._native = native or {}
         self._categories = PatternTable(
             (pattern, category)
             for category in (REPLICATED, AVERAGED, TWO_SUB_PARAMS, ROW_PARALLEL, VOCABULARY)
@@ -160,6 +167,10 @@ class _Marks:
         if name in self._experts:
             count = self._experts[name].expert_count
             return {"cat_dim": 0, "is_expert_param": True, "ep_num_experts": count}
+        said = self._native.get(name, name)
+        if said is None:
+            return {}
+        name = said
         found = {category for _, category in self._categories.find(name)}
         marks = self._joining(name, shape, found)
         return {**marks, "vocab_tensor": True} if VOCABULARY in found else marks
@@ -201,9 +212,10 @@ class _Marks:
     def shapes(self, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
         """Shapes of parameters that are described in dimensions of their own."""
         for name, shape in shapes.items():
-            if name in self._experts:  # mapped as what one rank has of the stack
+            said = self._native.get(name, name)
+            if name in self._experts or said is None:  # mapped as what one rank has of the stack
                 continue
-            maps, parts = self._maps.find(name), self._parts.find(name)
+            maps, parts = self._maps.find(said), self._parts.find(said)
             if maps:
                 logical = maps[0][1].at("logical_shape")
                 if prod(logical.shape()) != prod(shape):
@@ -213,7 +225,7 @@ class _Marks:
                     )
                 yield name, logical.shape()
             elif parts and not {REPLICATED, AVERAGED, TWO_SUB_PARAMS} & {
-                category for _, category in self._categories.find(name)
+                category for _, category in self._categories.find(said)
             }:
                 yield name, _viewed(parts[0][1], shape)
 

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Final
 from restride.checkpoint.selection import select_weights
 from restride.checkpoint.values import OrderedDictValue, SizeValue, StoredTensor
 from restride.formats.deepspeed._expert_ranks import ExpertRanks
+from restride.formats.deepspeed._native_cut import on_tensor_ranks
 from restride.formats.deepspeed._native_experts import expert_name
 from restride.formats.deepspeed._settings import is_round_robin, round_robin_order
+from restride.formats.deepspeed._write_maps import universal_info
 from restride.storage.torch_output import FileDraft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from restride.algebra.layout import Shape
+    from restride.algebra.layout import Layout, Shape
     from restride.checkpoint.catalog import Catalog, TensorEntry
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.training import Training
@@ -78,7 +80,10 @@ class ModelCopies:
         self._catalog = catalog
         self._training = training
         self._experts = experts
-        self._has_native = has_native
+        self._native: dict[str, Layout] = {}
+        if has_native:
+            tensors = on_tensor_ranks(catalog).tensors
+            self._native = {t.name: t.layout for t in tensors if expert_name(t.name)}
         self._owned = {name for group in training.groups for name in group.names}
 
     def write(self, output: TorchOutput, top: str, *, is_partitioned: bool) -> None:
@@ -131,7 +136,7 @@ class ModelCopies:
             output.add(FileDraft(name), {**entries, "module": None})
         elif self._run.is_of_pipeline and model.root.get("param_shapes") is None:
             output.add(FileDraft(name), _named(model))
-        elif model.optimizer is not None or self._has_native:
+        elif model.optimizer is not None or self._native:
             output.add(FileDraft(name), self._entries(model, is_partitioned=False))
         elif told is None or (stored is not None and stored.value == told):
             output.copy_file(name, str(self._run.root / model.name))
@@ -238,8 +243,8 @@ class ModelCopies:
 
     def _shard_shape(self, tensor: TensorEntry, tp: int) -> Shape:
         """Of experts, the file speaks for the first expert-parallel rank."""
-        if self._has_native and expert_name(tensor.name):
-            return tensor.layout.full_shape
+        if tensor.name in self._native:
+            return self._native[tensor.name].shard_shape(tp)
         return tensor.layout.shard_shape(0 if tensor.name in self._experts else tp)
 
     def _is_owned(self, tensor: TensorEntry, tp: int) -> bool:
@@ -247,8 +252,20 @@ class ModelCopies:
         return tensor.name in self._owned and prod(self._shard_shape(tensor, tp)) > 0
 
     def _told(self, model: ModelFile, *, is_partitioned: bool) -> dict[Value, Value] | None:
-        """What a universal folder says of experts, where there are some (as the peer says it)."""
+        """What a universal folder says of experts, where there are some (as the peer says it).
+
+        Of single experts the source says what each rank has, under the names that it has there.
+        """
         root = model.root
+        if self._native and self._run.tp_size > 1:
+            return universal_info(
+                {
+                    tensor.name: self._native.get(tensor.name, tensor.layout)
+                    for tensor in self._catalog.tensors
+                    if tensor.kind == "parameter"
+                },
+                self._training.described,
+            )
         layers = root.get(_EXPERT_LAYERS) or root.get(_OLD_EXPERT_LAYERS)
         if layers is None:
             return None
