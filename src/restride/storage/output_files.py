@@ -86,7 +86,8 @@ class OutputFiles:
         """Refuse what cannot fit before the disk is full, on which others may be writing too."""
         missing = [file for file in output.files if not self._is_there(file)]
         nbytes = sum(file.nbytes for file in missing)
-        with translated("cannot be looked at", self.path):
+        with translated("cannot be created", self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
             system = os.statvfs(self.path)
         free_nbytes = system.f_bavail * system.f_frsize
         if system.f_blocks and nbytes > free_nbytes:  # some systems do not say

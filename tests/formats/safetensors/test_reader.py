@@ -165,6 +165,38 @@ def test_a_sharded_model_is_read_by_its_index(tmp_path: Path) -> None:
         assert catalog.findings == ()
 
 
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "model-{:05}-of-{:06}",  # DeepSeek-V3
+        "model-{}-of-{}",  # Kimi-K2
+        "model-{:05}-of-{:05}",
+        "part_{:03}_{}",
+    ],
+)
+def test_files_of_an_index_may_have_any_numbers(tmp_path: Path, spelling: str) -> None:
+    files = [f"{spelling.format(number, 11)}.safetensors" for number in range(1, 12)]
+    for file in files:
+        write_file(tmp_path / file, **{file: 1})
+    write_index(tmp_path / "model.safetensors.index.json", {file: file for file in files})
+
+    catalog = read_catalog(tmp_path)
+
+    assert sorted(names(catalog)) == sorted(files)
+    assert catalog.findings == ()
+    if "of" in spelling:
+        (tmp_path / "model.safetensors.index.json").unlink()
+        assert names(read_catalog(tmp_path)) == files
+
+
+def test_one_file_may_have_an_index(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", a=1)
+    write_index(tmp_path / "model.safetensors.index.json", {"a": "model.safetensors"})
+
+    assert names(read_catalog(tmp_path)) == ["a"]
+    assert read_catalog(tmp_path).findings == ()
+
+
 def test_a_wrong_total_size_is_noted(tmp_path: Path) -> None:
     write_file(tmp_path / "m.safetensors", a=3)
     write_index(
@@ -234,7 +266,9 @@ def test_a_shard_that_no_index_names_is_noted(tmp_path: Path) -> None:
     [
         ([], {}, "has no *.safetensors"),
         (["model", "model-00001-of-00001"], {}, "it is not clear which one is meant"),
-        (["model"], {"model": "model.safetensors"}, "it is not clear which one is meant"),
+        (["model", "x"], {"a": "x.safetensors"}, "it is not clear which one is meant"),
+        (["m-1-of-999999999"], {}, "are not all files of one sharded checkpoint"),
+        (["m-1-of-2", "m-01-of-2"], {}, "are not all files of one sharded checkpoint"),
         (["model-00001-of-00002"], {}, "are not all files of one sharded checkpoint"),
         (["model-00002-of-00002"], {}, "are not all files of one sharded checkpoint"),
         (["m-00001-of-00001", "m-00002-of-00002"], {}, "are not all files of one sharded"),

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["FileSet", "Listing", "list_files"]
 
 _LARGEST_INDEX_NBYTES: Final = 100_000_000
-_SHARD: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+# Transformers writes five digits; published models have six of the count too, or what it takes.
+_SHARD: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})", re.ASCII)
 # Where a folder has a model, other files in it are other forms or parts of it.
 _MODEL_STEM: Final = "model"
 _OWN_STEMS: Final = frozenset({_MODEL_STEM, "optimizer"})
@@ -102,10 +103,12 @@ def _sets_by_stem(folder: Path, names: Iterable[str]) -> dict[str, FileSet]:
     indexes = {
         name.removesuffix(INDEX_SUFFIX): name for name in names if name.endswith(INDEX_SUFFIX)
     }
+    sets = {stem: _indexed(folder / name) for stem, name in indexes.items()}
+    indexed = {name for found in sets.values() for name in found.names}
     shards: dict[str, list[str]] = {}
     singles: dict[str, str] = {}
     for name in names:
-        if not name.endswith(SUFFIX):
+        if not name.endswith(SUFFIX) or name in indexed:
             continue
         stem = name.removesuffix(SUFFIX)
         match = _SHARD.fullmatch(stem)
@@ -113,8 +116,7 @@ def _sets_by_stem(folder: Path, names: Iterable[str]) -> dict[str, FileSet]:
             singles[stem] = name
         else:
             shards.setdefault(match["stem"], []).append(name)
-    sets: dict[str, FileSet] = {}
-    for stem in sorted({*indexes, *shards, *singles}, key=lambda stem: (stem != _MODEL_STEM, stem)):
+    for stem in {*shards, *singles}:
         if stem in singles and (stem in indexes or stem in shards):
             raise FormatError(
                 f"holds {singles[stem]!r} and the same in several files; it is not clear which one "
@@ -122,27 +124,26 @@ def _sets_by_stem(folder: Path, names: Iterable[str]) -> dict[str, FileSet]:
                 where=str(folder),
                 remedy="name the file itself, or its index",
             )
-        if stem in indexes:
-            sets[stem] = _indexed(folder / indexes[stem])
-        elif stem in shards:
-            sets[stem] = FileSet(_complete(folder, shards[stem]))
-        else:
+        if stem in singles:
             sets[stem] = FileSet((singles[stem],))
-    return sets
+        elif stem not in indexes:
+            sets[stem] = FileSet(_complete(folder, shards[stem]))
+    return dict(sorted(sets.items(), key=lambda found: (found[0] != _MODEL_STEM, found[0])))
 
 
 def _complete(folder: Path, names: list[str]) -> tuple[str, ...]:
     """Check that shards without an index are all there, by their numbers."""
-    matches = [_SHARD.fullmatch(name.removesuffix(SUFFIX)) for name in names]
-    counts = {int(match["count"]) for match in matches if match}
-    numbers = [int(match["number"]) for match in matches if match]
-    if len(counts) != 1 or numbers != list(range(1, max(counts) + 1)):
+    matches = [match for name in names if (match := _SHARD.fullmatch(name.removesuffix(SUFFIX)))]
+    matches.sort(key=lambda match: int(match["number"]))
+    counts = {int(match["count"]) for match in matches}
+    numbers = [int(match["number"]) for match in matches]
+    if counts != {len(names)} or numbers != list(range(1, len(names) + 1)):
         raise CorruptError(
             f"{', '.join(names[:8])} are not all files of one sharded checkpoint, and there is no "
             "index",
             where=str(folder),
         )
-    return tuple(names)
+    return tuple(f"{match[0]}{SUFFIX}" for match in matches)
 
 
 def _indexed(path: Path) -> FileSet:
