@@ -161,6 +161,50 @@ def copied(folder: Path, number: int) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "second", "words"),
+    [
+        (
+            "experts_folded_z1",
+            "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt",
+            "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt",
+            "folding['zero_partition_rank']: is 1, the file has the name of 0",
+        ),
+        (
+            "experts_folded_z1",
+            "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt",
+            "folding['tp_rank']: is 1, the file has the name of 0",
+        ),
+        (
+            "experts_folded_z3",
+            "zero_pp_rank_0_mp_rank_00_model_states.pt",
+            "zero_pp_rank_1_mp_rank_00_model_states.pt",
+            "folding['zero_partition_rank']: is 1, the file has the name of 0",
+        ),
+    ],
+)
+def test_files_that_changed_their_names_are_found_by_what_they_say(
+    name, first, second, words, tmp_path
+):
+    """Their partitions are of one shape, and weights would be those of other experts."""
+    shutil.copytree(FOLDED.with_name(name), tmp_path / "run")
+    a, b = (tmp_path / "run" / "step" / own for own in (first, second))
+    content = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(content)
+
+    refused(tmp_path / "run", f"{first}: {words}")
+
+
+def test_the_expert_rank_that_an_optimizer_file_says_is_that_of_its_name(folded):
+    """Of two expert-parallel ranks, rank 2 of four is the first."""
+    path = folded / "step" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    edit_file(path, lambda root: root["folding"].update(ep_rank=1))
+
+    refused(folded, f"{path.name}: folding['ep_rank']: is 1, the file has the name of 0")
+
+
 def test_every_copy_of_an_expert_is_compared(folded):
     """With more tensor-parallel ranks than expert-parallel ones, several write the same."""
     files = [copied(folded, number) for number in range(4)]

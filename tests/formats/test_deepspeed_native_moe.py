@@ -34,6 +34,13 @@ def numbered(tmp_path) -> Path:
     return tmp_path / "run" / "step"
 
 
+@pytest.fixture
+def cut_numbered(tmp_path) -> Path:
+    """Without ZeRO on two expert-parallel and two tensor-parallel ranks."""
+    shutil.copytree(RECORDED / "tensor_cut_z0", tmp_path / "run")
+    return tmp_path / "run" / "step"
+
+
 def model(folder: Path) -> Path:
     return folder / "mp_rank_00_model_states.pt"
 
@@ -138,6 +145,54 @@ def test_a_missing_rank_costs_the_states_of_its_experts_alone(numbered):
     (numbered / "expp_rank_1_mp_rank_00_optim_states.pt").unlink()
 
     assert "1 of 2 optimizer files of expert-parallel ranks is missing" in errors_of(numbered)[0]
+
+
+def state_of(root) -> dict:
+    return root["optimizer"]
+
+
+def optimizer_of(folder: Path, ep: int, tp: int = 0) -> Path:
+    return folder / f"expp_rank_{ep}_mp_rank_{tp:02d}_optim_states.pt"
+
+
+def test_settings_that_the_optimizer_of_one_expert_parallel_rank_has_of_its_own(numbered):
+    edit_file(
+        optimizer_of(numbered, 1),
+        lambda root: state_of(root)["optimizer_state_dict"]["param_groups"][1].update(lr=0.5),
+    )
+
+    (found,) = (f for f in read_catalog(numbered.parent).findings if f.kind == "settings-mismatch")
+
+    assert (found.severity, found.where) == ("error", f"step/{optimizer_of(numbered, 1).name}")
+    assert "the optimizer of ep rank 1 has other settings for group 1" in found.message
+    assert "lr is 0.5 and not 0.01" in found.message
+    assert found.details == {"group": 1, "keys": ["lr"], "part": "optimizer"}
+    with pytest.raises(CorruptError, match="or convert the weights alone"):
+        api.convert(numbered, numbered.parent / "out", to="deepspeed", dp=2, ep=1, zero=1)
+    assert api.convert(numbered, numbered.parent / "weights").files == ("model.safetensors",)
+
+
+def test_a_rank_that_scales_or_clips_otherwise_than_the_first(tmp_path):
+    shutil.copytree(RECORDED / "flat_z0", tmp_path / "run")
+    folder = tmp_path / "run" / "step"
+    edit_file(optimizer_of(folder, 1), lambda root: state_of(root).update(clip_grad=0.5))
+
+    (found,) = (f for f in read_catalog(folder.parent).findings if f.kind == "optimizer-mismatch")
+
+    assert (found.severity, found.where) == ("warning", f"step/{optimizer_of(folder, 1).name}")
+    assert "clip_grad is 0.5 and not 1.0" in found.message
+
+
+def test_model_files_are_held_against_the_optimizers_that_engines_take(cut_numbered):
+    edit_file(
+        model(cut_numbered),
+        lambda root: state_of(root)["optimizer_state_dict"]["param_groups"][0].update(lr=0.5),
+    )
+
+    (found,) = (f for f in read_catalog(cut_numbered.parent).findings if f.kind == "settings-mismatch")
+
+    assert "the optimizer of tp rank 0 has other settings for group 0" in found.message
+    assert "than in step/expp_rank_0_mp_rank_00_optim_states.pt: lr is 0.5" in found.message
 
 
 def test_what_else_an_expert_file_holds_is_carried(saved):

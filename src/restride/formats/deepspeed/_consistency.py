@@ -35,8 +35,15 @@ _GROUPS: Final = "param_groups"
 _PARTS: Final = ("constructor", "args", "kwargs", "state", "items", "pairs")
 
 
-def find_contradictions(run: Run) -> Iterator[Finding]:
+def find_contradictions(
+    run: Run, optimizers: Mapping[str, tuple[str, Field]] | None = None
+) -> Iterator[Finding]:
     """Compare what every file of a save must say alike.
+
+    Args:
+        run: The files.
+        optimizers: The optimizers of expert-parallel ranks without ZeRO, by file: the rank in
+            words, and its state.
 
     Yields:
         ``run-mismatch``: a file is of another DeepSpeed or of a run with another configuration.
@@ -51,10 +58,10 @@ def find_contradictions(run: Run) -> Iterator[Finding]:
     roots += [(zero.name, zero.root) for zero in run.zeros.values()]
     yield from _versions(roots)
     yield from _configurations(roots)
-    yield from _settings(run)
+    yield from _settings(run, optimizers or {})
     yield from _plain_steps(run)
     yield from _plain_numbers(run)
-    yield from _scaling(run)
+    yield from _scaling(run, optimizers or {})
     yield from _groups(run)
     yield from _descriptions(run)
 
@@ -94,10 +101,10 @@ def _configurations(roots: Iterable[tuple[str, Field]]) -> Iterator[Finding]:
             yield Finding("warning", "run-mismatch", message, name, {"keys": keys})
 
 
-def _settings(run: Run) -> Iterator[Finding]:
+def _settings(run: Run, optimizers: Mapping[str, tuple[str, Field]]) -> Iterator[Finding]:
     """Hyperparameters of a parameter group are the same on all ranks."""
     first: dict[int, tuple[str, Mapping[str, Value]]] = {}
-    for file, rank, groups in _param_groups(run):
+    for file, rank, groups in _param_groups(run, optimizers):
         for number, group in enumerate(groups):
             entries = _entries(group)
             entries.pop("params", None)
@@ -112,14 +119,22 @@ def _settings(run: Run) -> Iterator[Finding]:
                 yield _of_optimizer(run, "settings-mismatch", message, file, details)
 
 
-def _param_groups(run: Run) -> Iterator[tuple[str, str, Sequence[Field]]]:
-    """The parameter groups of each rank, with its file; without ZeRO they are in model files."""
+def _param_groups(
+    run: Run, optimizers: Mapping[str, tuple[str, Field]]
+) -> Iterator[tuple[str, str, Sequence[Field]]]:
+    """The parameter groups of each rank, with its file.
+
+    Without ZeRO they are in model files, and in those of expert-parallel ranks, which engines take.
+    """
     for zero in run.zeros.values():
         yield zero.name, zero.rank_name, zero.param_groups
+    whole = dict(optimizers)
     for model in run.models:
         if model.optimizer is not None:
-            groups = (model.optimizer.get(_WRAPPED) or model.optimizer).get(_GROUPS)
-            yield model.name, f"tp rank {model.tp}", groups.elements() if groups else ()
+            whole[model.name] = f"tp rank {model.tp}", model.optimizer
+    for name, (rank, state) in whole.items():
+        groups = (state.get(_WRAPPED) or state).get(_GROUPS)
+        yield name, rank, groups.elements() if groups else ()
 
 
 def _plain_numbers(run: Run) -> Iterator[Finding]:
@@ -137,10 +152,11 @@ def _plain_numbers(run: Run) -> Iterator[Finding]:
                     yield _of_optimizer(run, "settings-mismatch", message, zero.name, {})
 
 
-def _scaling(run: Run) -> Iterator[Finding]:
+def _scaling(run: Run, optimizers: Mapping[str, tuple[str, Field]]) -> Iterator[Finding]:
     """What the optimizer has for all parameters: all ranks scale the loss and clip alike."""
     first: tuple[str, Mapping[str, Value]] | None = None
     roots = [(zero.name, zero.state, CONSUMED_KEYS) for zero in run.zeros.values()]
+    roots += [(name, state, WHOLE_KEYS) for name, (_, state) in optimizers.items()]
     roots += [(m.name, m.optimizer, WHOLE_KEYS) for m in run.models if m.optimizer is not None]
     for name, state, consumed in roots:
         entries = {key: value for key, value in _entries(state).items() if key not in consumed}

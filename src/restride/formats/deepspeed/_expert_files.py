@@ -223,23 +223,29 @@ def _check_folding(run: Run, root: Field) -> None:
         raise CorruptError(
             f"is of {said} tensor-parallel ranks, there are {run.tp_size}", where=stored.where
         )
+    ranks = stored.at("ep_size").integer(at_least=1)
     for model in run.models:
         require_place(model.root, tp=model.tp)
+    for (dp, tp), own in run.partitioned.items():
+        require_place(own.root, tp=tp, dp=dp, ep=run.rank(dp, tp) % ranks)
+    for (dp, tp), zero in run.zeros.items():
+        require_place(zero.root, tp=tp, dp=dp, ep=run.rank(dp, tp) % ranks)
 
 
-def require_place(root: Field, *, tp: int, ep: int | None = None) -> None:
+def require_place(root: Field, *, tp: int, ep: int | None = None, dp: int | None = None) -> None:
     """Hold what a file says of its rank against its name, where it says it.
 
     Args:
         root: Content of the file.
         tp: The tensor-parallel rank of its name.
-        ep: The expert-parallel rank of its name, if that has one.
+        ep: The expert-parallel rank of its name, if that has one, or of the rank that it names.
+        dp: The data-parallel rank of its name, if that has one.
 
     Raises:
         CorruptError: It is of another rank.
     """
     stored = root.get(_FOLDING)
-    for key, named in (("tp_rank", tp), ("ep_rank", ep)):
+    for key, named in (("tp_rank", tp), ("ep_rank", ep), ("zero_partition_rank", dp)):
         said = stored.get(key) if stored is not None else None
         if said is not None and named is not None and said.integer() != named:
             raise CorruptError(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._run import Run
 
-__all__ = ["ExpertRanks", "find_experts", "open_optimizers"]
+__all__ = ["ExpertRanks", "expert_optimizers", "find_experts", "open_optimizers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,26 @@ def find_experts(run: Run) -> ExpertRanks | None:
     if not run.folder.expert_optimizers:
         return None
     return ExpertRanks(*open_experts(run))
+
+
+def expert_optimizers(run: Run, experts: ExpertRanks) -> dict[str, tuple[str, Field]]:
+    """The optimizer of every expert-parallel rank that has a file, by its name.
+
+    Args:
+        run: The files.
+        experts: What is known of the experts.
+
+    Returns:
+        The rank in words, and the state; nothing with ZeRO.
+    """
+    names = run.folder.expert_optimizers
+    found: dict[str, tuple[str, Field]] = {}
+    for ep, tp in experts.places(run) if names and not run.zeros else ():
+        state = run.files.open(names[ep, tp]).get("optimizer") if (ep, tp) in names else None
+        if state is not None and state.is_mapping:
+            rank = f"ep rank {ep}" + (f", tp rank {tp}" if run.tp_size > 1 else "")
+            found[run.folder.below + names[ep, tp]] = rank, state
+    return found
 
 
 def open_optimizers(run: Run, experts: ExpertRanks) -> dict[tuple[int, int], Field] | None:

@@ -16,7 +16,7 @@ from restride.formats.deepspeed._stages import joined_mesh, joined_tensors
 from restride.formats.deepspeed._state_values import read_values
 from restride.formats.deepspeed._tensors import read_tensors
 from restride.formats.deepspeed._whole import read_whole
-from restride.formats.deepspeed._whole_experts import ExpertRanks
+from restride.formats.deepspeed._whole_experts import ExpertRanks, expert_optimizers
 from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ def read_catalog(
         for stage, held, whole in zip(runs, partitions, wholes, strict=True)
     ]
     values = read_values(runs, [held.members for held in partitions], files.extras, wholes)
-    run.findings.extend(found for stage in runs for found in find_contradictions(stage))
+    optimizers = expert_optimizers(run, ranks)
+    run.findings.extend(found for stage in runs for found in find_contradictions(stage, optimizers))
     return Catalog(
         format=f"deepspeed zero-{_stage(run)}",
         root=str(run.root),
