@@ -189,7 +189,9 @@ def test_model_files_are_held_against_the_optimizers_that_engines_take(cut_numbe
         lambda root: state_of(root)["optimizer_state_dict"]["param_groups"][0].update(lr=0.5),
     )
 
-    (found,) = (f for f in read_catalog(cut_numbered.parent).findings if f.kind == "settings-mismatch")
+    (found,) = (
+        f for f in read_catalog(cut_numbered.parent).findings if f.kind == "settings-mismatch"
+    )
 
     assert "the optimizer of tp rank 0 has other settings for group 0" in found.message
     assert "than in step/expp_rank_0_mp_rank_00_optim_states.pt: lr is 0.5" in found.message
