@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from restride.checkpoint.training import ParameterGroup
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_groups import regrouped
 from restride.formats.deepspeed._expert_target import place_experts
+from restride.formats.deepspeed._write_folding import expert_places
 from restride.formats.deepspeed.reader import read_catalog
 from restride.formats.deepspeed.target import DeepSpeedTarget
 from restride.formats.deepspeed.training import read_training
@@ -444,6 +446,18 @@ def test_folded_experts_come_to_other_ranks_and_back(
         api.convert(one, two, to="deepspeed", dp=2, ep=2, zero=1)
         back = gather_all(read_catalog(two))
         assert all(np.array_equal(back[key], expected[key]) for key in masters)
+
+
+@pytest.mark.parametrize(("tp", "dp", "ep"), [(2, 4, 8), (3, 4, 4), (2, 2, 1), (4, 1, 2)])
+def test_every_pair_of_both_ranks_has_the_first_rank_that_is_it(tp: int, dp: int, ep: int) -> None:
+    """Eight expert-parallel ranks fold two tensor-parallel ones, and each rank is one of a kind."""
+    target = DeepSpeedTarget(tp=tp, dp=dp, zero=0, ep=ep)
+    placed: Any = SimpleNamespace(target=target, expert_rank=lambda rank: rank % ep)
+
+    places = expert_places(placed)
+
+    pairs = [(rank % ep, rank % tp) for rank in range(dp * tp)]
+    assert places == {pair: pairs.index(pair) for pair in pairs}
 
 
 def test_every_tensor_parallel_rank_finds_the_file_of_its_experts(tmp_path: Path) -> None:
