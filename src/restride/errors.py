@@ -119,8 +119,8 @@ class BudgetError(PlanError):
 
     def __init__(self, *, needed_nbytes: int, budget_nbytes: int, where: str = "") -> None:
         super().__init__(
-            f"a budget of {budget_nbytes:,} bytes of memory is below the {needed_nbytes:,} bytes "
-            "needed",
+            f"a budget of {budget_nbytes:,} byte{'' if budget_nbytes == 1 else 's'} of memory is "
+            f"below the {needed_nbytes:,} bytes needed",
             where=where,
             remedy=f"raise it (--memory) to at least {needed_nbytes:,} bytes",
         )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["show_projection"]
 
 _MOST_SHOWN: Final = 12
+_HARDLY: Final = 0.01
 
 
 def show_projection(projection: ConvertProjection, out: str, *, as_json: bool) -> None:
@@ -51,8 +52,11 @@ def _show_work(page: Page, projection: ConvertProjection) -> None:
         f"{format_count(projection.workers, 'thread')}, the interpreter on top"
     )
     if projection.seconds is not None and projection.rate is not None:
+        takes = f"at least {format_duration(projection.seconds)}"
+        if projection.seconds < _HARDLY:
+            takes = f"less than {_HARDLY:.2f} s for the bytes"
         page.line(
-            f"time: at least {format_duration(projection.seconds)}, at "
+            f"time: {takes}, at "
             f"{format_rate(round(projection.rate), 1)} a thread as measured just now without the "
             "disk"
         )
