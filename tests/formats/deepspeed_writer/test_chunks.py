@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -245,17 +245,24 @@ def test_runs_of_zero_1_become_what_an_engine_of_zero_3_would_have_written(run, 
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_parameter_may_be_one_number(dp: int, zero: int, tmp_path: Path) -> None:
-    """Its moments are numbers then, as the step of all parameters is."""
+    """Its moments are numbers then, as the step of all parameters is, and what else they share."""
     run = ZeroRun(dp, 1, {"scale": numbered((), 100), "w": numbered((3,), 500)})
     write_zero_run(tmp_path / "source", run)
+    eta = Array("float32", (), np.float32(0.25).tobytes())
+    for path in (tmp_path / "source" / "step").glob("zero_*"):
+        edit_file(path, lambda value: _state_of(value).update({"eta": eta}))
     source = read_catalog(tmp_path / "source")
 
     written(source, DeepSpeedTarget(1, 3, zero), tmp_path / "out")
 
     expected, found = gather_all(source), gather_all(read_catalog(tmp_path / "out"))
-    assert {"scale/fp32", "scale/exp_avg", "scale/step", "w/step"} <= found.keys()
+    assert {"scale/fp32", "scale/exp_avg", "scale/step", "w/step", "w/eta"} <= found.keys()
     for key, array in found.items():
         np.testing.assert_array_equal(array, expected[key], err_msg=key)
+
+
+def _state_of(value: Any) -> Any:
+    return value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
 
 
 def numbered(shape: tuple[int, ...], first: int) -> Parameter:
