@@ -341,6 +341,22 @@ def test_what_a_process_noted_and_is_not_so_any_more_is_written_again(tmp_path, 
     assert tree(out) == reference
 
 
+def test_what_the_first_noted_and_is_not_so_any_more_is_written_again_by_it(tmp_path, reference):
+    out = tmp_path / "out"
+    start_and_kill_the_first(out, 2)
+    model = partial_folder(out) / "files" / "model.safetensors"
+    content = bytearray(model.read_bytes())
+    header_nbytes = 8 + int.from_bytes(content[:8], "little")
+    for place in range(header_nbytes, len(content), 64):
+        content[place] ^= 1
+    model.write_bytes(content)
+
+    report = leads(out, 2, resume=True)
+
+    assert tree(out) == reference
+    assert 0 < report.resumed_nbytes < report.written_nbytes
+
+
 def test_others_that_never_come_are_named_and_nothing_is_left_where_nothing_was_done(tmp_path):
     with pytest.raises(MissingProcessError) as error:
         leads(tmp_path / "out", 8)
