@@ -16,7 +16,7 @@ from restride.testing.cuts import PADDED, index_maps
 
 pytestmark = pytest.mark.interop
 
-RANKS = (2, 3, 4, 8)
+RANKS = (2, 3, 4, 6, 8)
 _SETTINGS = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )

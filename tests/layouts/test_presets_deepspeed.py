@@ -200,8 +200,11 @@ def config_of(model):
     return json.loads(model.config.to_json_string())
 
 
-def assert_agree(peer, monkeypatch, model, ranks, *, plan, grain=1):
-    """Both cut every parameter alike, or both refuse; whether any is cut."""
+def assert_agree(peer, monkeypatch, model, ranks, *, plan, grain=1, unmapped=()):
+    """Both cut every parameter alike, or both refuse; whether any is cut.
+
+    DeepSpeed publishes no map of those with one of the ends in `unmapped`.
+    """
     shapes, config = shapes_of(model), config_of(model)
     full = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     try:
@@ -214,10 +217,12 @@ def assert_agree(peer, monkeypatch, model, ranks, *, plan, grain=1):
     assert list(layouts) == list(shapes)
     known = {}
     for name, layout in layouts.items():
-        stored = maps[f"^{re.escape(name)}$"]
-        key = json.dumps(stored, sort_keys=True)
-        known[key] = known.get(key) or from_affine_map(stored)
-        assert same_layout(layout, known[key]), name
+        stored = maps.get(f"^{re.escape(name)}$")
+        assert (stored is None) == name.endswith(tuple(unmapped)), name
+        if stored is not None:
+            key = json.dumps(stored, sort_keys=True)
+            known[key] = known.get(key) or from_affine_map(stored)
+            assert same_layout(layout, known[key]), name
         shard = model.get_parameter(name).detach()
         assert peer.torch.equal(shard, extract(layout, full[name], ranks - 1)), name
     return any(layout.shard_shape(0) != layout.full_shape for layout in layouts.values())
@@ -355,19 +360,35 @@ LATENT = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 6])
-def test_yuan_is_cut_by_its_heads(peer, monkeypatch, ranks):
+@pytest.mark.parametrize(("ranks", "heads"), [(2, 12), (3, 12), (4, 16), (6, 12), (8, 16)])
+def test_yuan_is_cut_by_its_heads(peer, monkeypatch, ranks, heads):
     layer = {
         "self_attn": ("YuanAttention", ATTENTION),
         "mlp": ("YuanMLP", MLP),
         "input_layernorm": 48,
     }
-    model = custom(peer, "Yuan", "yuan", layer)
+    model = custom(peer, "Yuan", "yuan", layer, num_attention_heads=heads)
 
     assert assert_agree(peer, monkeypatch, model, ranks, plan=False)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_yuan_with_odd_heads_on_each_rank_has_a_layout_where_deepspeed_has_no_map(
+    peer, monkeypatch
+):
+    layer = {"self_attn": ("YuanAttention", ATTENTION)}
+    model = custom(peer, "Yuan", "yuan", layer)
+    ends = ("v_proj.weight", "o_proj.weight")
+
+    assert assert_agree(peer, monkeypatch, model, 4, plan=False, unmapped=ends)
+
+
+def test_yuan_whose_ranks_do_not_divide_the_heads_is_refused(peer, monkeypatch):
+    model = custom(peer, "Yuan", "yuan", {"self_attn": ("YuanAttention", ATTENTION)})
+
+    assert not assert_agree(peer, monkeypatch, model, 8, plan=False)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("groups", [2, 12])
 def test_chatglm_is_cut_by_its_query_groups(peer, monkeypatch, groups, ranks):
     """Two groups of k and v beside twelve queries of four rows each, or as many as there are."""
@@ -404,7 +425,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 8])
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_that_are_modules_of_their_own(peer, monkeypatch, family, ranks):
     """As older versions of transformers, and the authors' own code, build them."""
