@@ -89,7 +89,9 @@ def test_a_padded_vocabulary_is_described_by_its_size(tmp_path):
     source = write(tmp_path, layouts)
 
     require_read_as(tmp_path / "out", layouts, source)
-    assert info_of(tmp_path / "out")["original_vocab_size"] == 5
+    info = info_of(tmp_path / "out")
+    assert info["original_vocab_size"] == 5
+    assert list(info["affine_map"]["params"]) == ["^norm\\.weight$"]
 
 
 def test_a_second_vocabulary_of_another_size_is_none(tmp_path):
