@@ -23,7 +23,7 @@ from restride.testing.command_line import run
 from restride.testing.gather import gather
 from restride.testing.mutations import damaged_pickles
 from restride.testing.saved_values import Array, edit_file, save_file
-from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
+from restride.testing.zero_files import Parameter, ZeroRun, shard_of, write_zero_run
 
 ADAM = ("weight", "fp32", "exp_avg", "exp_avg_sq")
 OPTIMIZER_FILE = "step/zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"
@@ -353,6 +353,35 @@ def test_sub_parameters_are_an_object_of_the_peers_class_and_have_its_shape(tmp_
     assert str(mark.constructor).endswith("universal_checkpoint.SubparamShape")
     assert mark.state == {"patterns": ["^qkv$"], "shape": ((2, 2, 2), 4), "partition_dim": 0}
     assert value_of(top / "zero" / "qkv" / "fp32.pt")["param"].shape == (6, 4)
+
+
+@pytest.mark.parametrize("first", [2, -1])
+def test_sub_parameters_in_dimensions_of_their_own_are_joined_in_these(tmp_path, first):
+    """DeepSpeed views a stack of matrices, which is stored as one, in three dimensions."""
+    source = written(tmp_path / "in", {"up": parameter(0, (4, 6), (1, (3, 3)))})
+    without_maps(
+        source,
+        tp_replicated_parameter_patterns=[],
+        parameter_with_row_parallelism_patterns=[],
+        parameter_with_sub_params=[
+            {"patterns": ["^up$"], "shape": (first, 2, (4, 2)), "partition_dim": 2}
+        ],
+        sub_param_shard_widths={"^up$": [[2, 2], [1, 1]]},
+        universal_checkpoint_version=0.4,
+    )
+
+    top = converted(source, tmp_path / "out")
+
+    stored = value_of(top / "zero" / "up" / "fp32.pt")["param"]
+    assert stored.shape == (2, 2, 6)
+    run = ZeroRun(2, 2, {"up": parameter(0, (4, 6), (1, (3, 3)))})
+    left, right = (shard_of(run, "up", "fp32", tp).reshape(4, 3) for tp in range(2))
+    parts = (left[:, :2], right[:, :2], left[:, 2:], right[:, 2:])
+    catalog = api.open(tmp_path / "out")
+    assert np.array_equal(
+        gather(catalog, catalog.tensors[0].states["fp32"]).view("f4").reshape(4, 6),
+        np.concatenate(parts, axis=1),
+    )
 
 
 def test_a_count_of_sub_parameters_becomes_their_sizes(tmp_path):
