@@ -707,3 +707,18 @@ def test_check_says_what_is_left_out_and_convert_still_gives_the_weights(tmp_pat
     assert "cannot be matched to the parameters" in capsys.readouterr().out.replace("\n", " ")
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("is_numbered", [True, False])
+def test_names_that_are_told_are_of_all_numbers_or_of_what_the_optimizer_must_have(is_numbered):
+    """Of two parameters of one shape in two groups nothing but the names can tell."""
+    model = [Candidate("a", (2,)), Candidate("empty", (0,), is_owned=False), Candidate("b", (2,))]
+    a, b = (Slot(label, frozenset({(2,)})) for label in "01")
+    empty = Slot("2", frozenset({(0,)}))
+    groups = [[empty, b] if is_numbered else [b], [a]]
+
+    found = match(model, groups, [["empty", "b"], ["a"]])
+
+    assert isinstance(found, Matched)
+    assert found.names == ((("empty", "b") if is_numbered else ("b",)), ("a",))
+    assert not found.by_order
