@@ -21,6 +21,8 @@ from restride.storage import fingerprint_files
 from restride.testing.command_line import SAMPLE
 from restride.testing.fingerprints import digest_slowly
 from restride.testing.gather import gather
+from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
+from restride.testing.zero_runs import distinct
 
 CHECKPOINTS = [
     "bloom_tp2_z1",
@@ -56,6 +58,21 @@ def test_a_checkpoint_and_its_conversion_are_the_same_in_every_array(name, share
     assert report.compared_count == arrays > 0
     assert restride.fingerprint(tmp_path / "out") == fingerprints
     assert sum(map(len, fingerprints.values())) == arrays
+
+
+def test_states_of_an_optimizer_that_nobody_has_heard_of_are_the_same_too(tmp_path):
+    def parameter(first):
+        states = enumerate(("weight", "fp32", "hessian"))
+        return Parameter((4, 3), {name: distinct((4, 3), first + 100 * n) for n, name in states})
+
+    run = ZeroRun(2, 1, {"w": parameter(1000), "w/step": parameter(5000)})
+    write_zero_run(tmp_path / "source", run)
+    api.convert(tmp_path / "source", tmp_path / "out", states="all")
+
+    report = restride.diff(tmp_path / "source", tmp_path / "out")
+
+    assert report.verdict == "same"
+    assert report.compared_count == 8
 
 
 def test_a_weight_that_zero_3_stores_nowhere_is_its_master_copy_rounded(shared, tmp_path):

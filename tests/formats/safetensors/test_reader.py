@@ -241,6 +241,28 @@ def test_a_folder_of_weights_states_and_values_is_one_checkpoint(tmp_path: Path)
     assert read_catalog(tmp_path / "model.safetensors").values == {}
 
 
+def test_beside_a_model_the_file_says_what_is_a_state(tmp_path: Path) -> None:
+    """Optimizers have states of any name, and parameters may be called like one."""
+    write_file(tmp_path / "model.safetensors", w=(2, 3), head__sum=(4,), head=(5,))
+    write_file(tmp_path / "optimizer.safetensors", w__hessian=(2, 3), head__sum__fp32=(4,))
+
+    catalog = read_catalog(tmp_path)
+
+    assert {tensor.name: list(tensor.states) for tensor in catalog.tensors} == {
+        "w": ["weight", "hessian"],
+        "head/sum": ["weight", "fp32"],
+        "head": ["weight"],
+    }
+
+
+def test_a_second_state_of_one_name_is_refused(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", w=(2, 3))
+    write_file(tmp_path / "optimizer.safetensors", w__weight=(2, 3))
+
+    with pytest.raises(CorruptError, match=r"'w/weight': is in 'model.safetensors' as well"):
+        read_catalog(tmp_path)
+
+
 def test_a_folder_without_a_model_is_all_its_files(tmp_path: Path) -> None:
     write_file(tmp_path / "adapter_model.safetensors", a=1)
     write_file(tmp_path / "other.safetensors", b=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -27,7 +27,8 @@ _LARGEST_INDEX_NBYTES: Final = 100_000_000
 _SHARD: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})", re.ASCII)
 # Where a folder has a model, other files in it are other forms or parts of it.
 _MODEL_STEM: Final = "model"
-_OWN_STEMS: Final = frozenset({_MODEL_STEM, "optimizer"})
+_OPTIMIZER_STEM: Final = "optimizer"
+_OWN_STEMS: Final = frozenset({_MODEL_STEM, _OPTIMIZER_STEM})
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -46,12 +47,15 @@ class FileSet:
         index: Which file each tensor is in, or None where no index says so.
         index_name: Name of the index file; empty without one.
         total_nbytes: Bytes of all tensors as the index states it, if it does.
+        is_of_optimizer: Whether they hold states, where there are files of a model beside files of
+            its optimizer, as `restride convert` writes them; None where nothing says it.
     """
 
     names: tuple[str, ...]
     index: Mapping[str, str] | None = None
     index_name: str = ""
     total_nbytes: object = None
+    is_of_optimizer: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,11 @@ def list_files(path: str | PathLike[str]) -> Listing:
     if _MODEL_STEM in sets:
         ignored = sorted(name for stem in sets.keys() - _OWN_STEMS for name in sets[stem].names)
         sets = {stem: found for stem, found in sets.items() if stem in _OWN_STEMS}
+        if _OPTIMIZER_STEM in sets:
+            sets = {
+                stem: replace(found, is_of_optimizer=stem == _OPTIMIZER_STEM)
+                for stem, found in sets.items()
+            }
     taken = {name for found in sets.values() for name in found.names}
     ignored += [name for name in names if name.endswith(SUFFIX) and name not in {*taken, *ignored}]
     return Listing(place, tuple(sets.values()), _ignored(ignored))

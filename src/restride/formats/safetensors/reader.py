@@ -88,16 +88,16 @@ class _Collected:
     Attributes:
         root: Folder that the names are relative to.
         files: Files read so far.
-        states: Entry of each key.
-        names: File of each key.
+        states: Entry of each parameter and state.
+        names: File of each.
         metadata: Texts of each file that has any.
         findings: What was noticed.
     """
 
     root: Path
     files: list[FileEntry] = field(default_factory=list)
-    states: dict[str, StateEntry] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
+    states: dict[tuple[str, str], StateEntry] = field(default_factory=dict)
+    names: dict[tuple[str, str], str] = field(default_factory=dict)
     metadata: dict[str, Mapping[str, str]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ class _Collected:
         left = dict(found.index or {})
         total_nbytes = 0
         for name in found.names:
-            for tensor in self._read(name):
+            for tensor in self._read(name, found.is_of_optimizer):
                 total_nbytes += tensor.nbytes
                 if found.index is not None and left.pop(tensor.name, None) != name:
                     place = found.index.get(tensor.name)
@@ -125,7 +125,7 @@ class _Collected:
         if found.total_nbytes is not None and found.total_nbytes != total_nbytes:
             self.findings.append(_wrong_total(found, total_nbytes))
 
-    def _read(self, name: str) -> tuple[HeaderTensor, ...]:
+    def _read(self, name: str, is_of_optimizer: bool | None) -> tuple[HeaderTensor, ...]:  # noqa: FBT001
         path = str(self.root / name)
         with RangeFile(path) as file:
             header = read_header(file)
@@ -134,23 +134,23 @@ class _Collected:
         if header.metadata:
             self.metadata[name] = header.metadata
         for tensor in header.tensors:
-            if tensor.name in self.states:
+            key = split_state(tensor.name, is_state=is_of_optimizer)
+            if key in self.states:
                 raise CorruptError(
-                    f"is in {self.names[tensor.name]!r} as well",
+                    f"is in {self.names[key]!r} as well",
                     where=f"{path}: tensor {tensor.name!r}",
                 )
             region = Region(number, tensor.start_nbytes) if tensor.nbytes else None
             layout = _layout(tensor.shape)
-            self.states[tensor.name] = StateEntry(tensor.dtype, layout, (region,))
-            self.names[tensor.name] = name
+            self.states[key] = StateEntry(tensor.dtype, layout, (region,))
+            self.names[key] = name
         return header.tensors
 
 
 def _group(collected: _Collected) -> tuple[TensorEntry, ...]:
     """Put states beside the weight that they belong to."""
     grouped: dict[str, dict[str, StateEntry]] = {}
-    for key, entry in collected.states.items():
-        name, state = split_state(key)
+    for (name, state), entry in collected.states.items():
         grouped.setdefault(name, {})[state] = entry
     tensors: list[TensorEntry] = []
     for name, states in grouped.items():

@@ -86,15 +86,23 @@ _STATES: Final = frozenset(
 _ONE_RANK: Final = Mesh(())
 
 
-def split_state(key: str) -> tuple[str, str]:
+def split_state(key: str, *, is_state: bool | None = None) -> tuple[str, str]:
     """Split a key into the name of the parameter and its state.
+
+    Args:
+        key: The key.
+        is_state: Whether it is one of a state, where the file says so: optimizers have states of
+            any name. Where nothing says it, the name does.
 
     Examples:
         >>> split_state("h.0.attn.weight/exp_avg"), split_state("bert/encoder/kernel")
         (('h.0.attn.weight', 'exp_avg'), ('bert/encoder/kernel', 'weight'))
+        >>> split_state("w/hessian", is_state=True), split_state("w/step", is_state=False)
+        (('w', 'hessian'), ('w/step', 'weight'))
     """
     name, _, state = key.rpartition("/")
-    return (name, state) if name and state in _STATES else (key, "weight")
+    is_split = state in _STATES if is_state is None else is_state
+    return (name, state) if name and is_split and state else (key, "weight")
 
 
 def whole_layout(shape: Shape) -> Layout:
