@@ -255,6 +255,11 @@ def test_an_error_in_a_document_names_the_parameter():
             UnsupportedError,
             "may match",
         ),
+        (
+            lambda d: d["params"].update({"^(b$": d["params"]["^b$"]}),
+            UnsupportedError,
+            "not understood at",
+        ),
         (lambda d: d["params"].update({"b$": d["params"]["^b$"]}), CorruptError, "two maps for"),
         (lambda d: d["params"]["^b$"]["ranks"].pop(1), CorruptError, "ranks"),
         (lambda d: d.pop("params"), FormatError, "has no 'params'"),

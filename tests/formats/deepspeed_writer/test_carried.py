@@ -255,6 +255,28 @@ def test_more_ranks_than_there_were_share_their_values(tmp_path):
     assert "rank-values" in kinds(report)
 
 
+def test_who_is_used_twice_and_who_not_at_all_is_named(tmp_path):
+    run = small_run()
+    run.parameters["down.weight"] = parameter((3, 4), 80_000, (1, (2, 2)))
+    write_zero_run(tmp_path / "run", run)
+    edit_models(tmp_path / "run", lambda value, tp: value.update(seed=tp))
+    (tmp_path / "rules.toml").write_text(RULES)
+
+    def told(tp):
+        report = api.convert(
+            tmp_path / "run",
+            tmp_path / f"out-{tp}",
+            to="deepspeed",
+            tp=tp,
+            rules=tmp_path / "rules.toml",
+        )
+        (finding,) = (own for own in report.findings if own.kind == "rank-values")
+        return finding.message
+
+    assert told(3).endswith("used twice are those of step/mp_rank_00_model_states.pt")
+    assert told(1).endswith("left out are those of step/mp_rank_01_model_states.pt")
+
+
 # Configuration.
 
 
