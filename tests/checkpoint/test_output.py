@@ -46,7 +46,7 @@ def test_packed_units_take_whole_bytes() -> None:
 @pytest.mark.parametrize(
     ("files", "tensors", "says"),
     [
-        ([OutputFile("a", 1), OutputFile("a", 1)], [], "a: two files"),
+        ([OutputFile("b", 1), *[OutputFile("a", 1)] * 2], [], "a: two files"),
         ([OutputFile("a", 24)], [tensor(0, 11)], "'w' starts at byte 11, before the end"),
         ([OutputFile("a", 24, ((8, b"x"),))], [tensor(0, 12)], "fixed part starts at byte 8"),
         ([OutputFile("a", 23)], [tensor(0, 12)], "ends at byte 24, the file has 23"),
