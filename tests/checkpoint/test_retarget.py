@@ -492,6 +492,15 @@ def test_another_grain_cuts_the_same_ranks_anew(before, after):
     refused(f"in grains of {after} where they were of {before}|give", catalog, tp=3, grain=after)
 
 
+def test_the_fused_weight_of_codegen_is_cut_by_grains_too():
+    """A grain of 16 makes 16 and 8 rows of 24 for two ranks: the permuted cut does not say it."""
+    catalog, _ = codegen(plan=False)
+
+    refused("in grains of 16 where they were of 1", catalog, tp=4, grain=16)
+
+    assert retarget(catalog, tp=4, config=CODEGEN, grain=16).how[QKV].startswith("preset codegen")
+
+
 def test_an_even_cut_says_nothing_of_grains():
     """Grains of 64 leave two of four ranks without rows, where two have the halves."""
     catalog = catalog_of(

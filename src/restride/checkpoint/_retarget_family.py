@@ -71,8 +71,8 @@ class Families:
         """
         answers = self._answers(source.layout)
         if self._numbers != Numbers(self._numbers.heads):
-            # A grain is kept together, or is not any more: an even cut says nothing of that.
-            answers = tuple(answer for answer in answers if not answer.family.is_of_sizes)
+            # A grain is kept together, or is not any more: the cut that there is does not say it.
+            answers = tuple(answer for answer in answers if not answer.family.may_follow_a_grain)
         layouts = [answer.layout for answer in answers if answer.layout is not None]
         if len(layouts) == len(answers) and layouts:
             first = layouts[0]

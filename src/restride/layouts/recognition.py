@@ -71,9 +71,9 @@ class Recognized:
                 return self.name
 
     @property
-    def is_of_sizes(self) -> bool:
-        """Whether a rule of sizes cut it, which a grain that is not known would change."""
-        return isinstance(self.family, Segments) and self.takes != "grain"
+    def may_follow_a_grain(self) -> bool:
+        """Whether a grain that the layout does not show might cut it otherwise."""
+        return not isinstance(self.family, Replicated) and self.takes != "grain"
 
     @property
     def takes(self) -> str:
