@@ -17,7 +17,8 @@ trains `more`. Losses are exact, in hexadecimal.
 
 With `zero_init` the model is made under ``deepspeed.zero.Init``. A `dtype` of ``fp16`` is trained
 in as well, of which DeepSpeed thinks that few CPUs can. Models with DeepSpeed's own layers of
-experts have tensor-parallel ranks of their own (`native_moe`), which cut them with `cut_experts`.
+experts have tensor-parallel ranks of their own (`native_moe`), which cut them with `cut_experts`,
+and `ep` may list a number of expert-parallel ranks for each layer.
 
 Parameters whose names have one of the parts in `freeze` are frozen; `vectors` are settings of the
 optimizer for a group of the parameters with one dimension.
@@ -199,10 +200,11 @@ def settings_of(job: dict[str, Any]) -> dict[str, Any]:
 
 def model_of(rank: int, job: dict[str, Any], mpu: Any = None) -> Any:
     if job["model"] in NATIVE:
+        ep = job.get("ep", 1)
         return native_moe.build(
             VOCABULARY,
             rank,
-            job.get("ep", 1),
+            tuple(ep) if isinstance(ep, list) else ep,
             residual=NATIVE[job["model"]],
             is_data_first=bool(job.get("config", {}).get("use_data_before_expert_parallelism")),
             mpu=mpu,

@@ -84,7 +84,7 @@ def cut_dim(name: str) -> int | None:
 def build(  # noqa: C901 - the parts of one model
     vocabulary: int,
     rank: int,
-    ep: int,
+    ep: int | tuple[int, ...],
     *,
     experts: tuple[int, ...] = (4, 8),
     residual: bool = False,
@@ -97,7 +97,7 @@ def build(  # noqa: C901 - the parts of one model
     Args:
         vocabulary: Number of tokens.
         rank: The rank.
-        ep: Expert-parallel ranks.
+        ep: Expert-parallel ranks, of each layer where they differ.
         experts: Number of experts of each layer.
         residual: Whether an expert beside them sees every token.
         is_data_first: Whether neighbouring ranks hold the same experts.
@@ -108,6 +108,7 @@ def build(  # noqa: C901 - the parts of one model
     from deepspeed.moe.layer import MoE
     from torch import nn
 
+    sizes = (ep,) * len(experts) if isinstance(ep, int) else ep
     # The ranks have 3 and 2 of 5 columns.
     cutters = mpu.get_model_parallel_world_size() if mpu is not None and is_cut else 1
     own = mpu.get_model_parallel_rank() if mpu is not None and is_cut else 0
@@ -154,14 +155,14 @@ def build(  # noqa: C901 - the parts of one model
             self.config = SimpleNamespace(to_json_string=lambda: json.dumps({"hidden": HIDDEN}))
             self.embed = nn.Embedding(vocabulary, HIDDEN)
             self.layers = nn.ModuleList()
-            for count in experts:
+            for count, size in zip(experts, sizes, strict=True):
                 layer = nn.Module()
                 layer.norm = nn.LayerNorm(HIDDEN)
                 layer.moe = MoE(
                     HIDDEN,
                     Expert(),
                     num_experts=count,
-                    ep_size=ep,
+                    ep_size=size,
                     k=1,
                     capacity_factor=count,
                     use_residual=residual,
@@ -207,9 +208,10 @@ def build(  # noqa: C901 - the parts of one model
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     for number, layer in enumerate(layers):
         # Experts of a layer are copies of one: give each the same weights, whoever holds it.
-        place = rank // (torch.distributed.get_world_size() // ep) if is_data_first else rank % ep
+        size, world = layer.ep_size, torch.distributed.get_world_size()
+        place = rank // (world // size) if is_data_first else rank % size
         if cutters > 1 and not is_data_first:
-            place = rank // cutters % ep
+            place = rank // cutters % size
         first = place * layer.num_local_experts
         modules = [*enumerate(layer.deepspeed_moe.experts.deepspeed_experts, first)]
         if cutters > 1 and residual:

@@ -435,8 +435,11 @@ def record(variant: dict[str, Any], out: Path, job: Any = train) -> None:
         context.Process(target=run_rank, args=(job, rank, variant, str(out), port, results))
         for rank in range(variant["ranks"])
     ]
-    for process in processes:
+    for number, process in enumerate(processes):
+        if "seeds" in variant:  # of the hashes of strings, which a process takes at its start
+            os.environ["PYTHONHASHSEED"] = str(variant["seeds"][number])
         process.start()
+    os.environ.pop("PYTHONHASHSEED", None)
     try:
         for _ in processes:
             if problem := results.get(timeout=300):

@@ -107,6 +107,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
             **BF16,
         },
     },
+    # Layers on two and on four ranks, whose groups two processes have in one order and two in the
+    # other.
+    "several_z1": {
+        "ranks": 4,
+        "ep": (2, 4),
+        "seeds": (0, 1, 1, 0),
+        "groups": True,
+        "config": {"zero_optimization": {"stage": 1}, **ADAM, **BF16},
+    },
+    "several_z0": {
+        "ranks": 4,
+        "ep": (2, 4),
+        "seeds": (0, 1, 1, 0),
+        "groups": True,
+        "config": {"zero_optimization": {"stage": 0}, **ADAM, **BF16},
+    },
     "bf16_optimizer_z1": {
         "ranks": 4,
         "ep": 2,

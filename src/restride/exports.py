@@ -180,6 +180,7 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
     """The same for DeepSpeed's sharded form, for ranks that may be others than the source's."""
     from restride.formats.deepspeed.expert_settings import (  # noqa: PLC0415
         expert_rank_count,
+        native_rank_counts,
         stacked_experts,
     )
     from restride.formats.deepspeed.stage_cut import read_stage_cut  # noqa: PLC0415
@@ -197,6 +198,7 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
         pp=_stage_count(training, stages) if wanted.pp is None else wanted.pp,
         cut=stages,
         zero_init=wanted.zero_init,
+        is_ep_kept=wanted.ep is None and len(native_rank_counts(training)) > 1,
     )
     stacked = stacked_experts(training)  # which no tensor-parallel rank cuts
     dense = replace(catalog, tensors=tuple(t for t in catalog.tensors if t.name not in stacked))

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from restride import api
 from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
 from restride.formats.deepspeed import read_catalog
+from restride.formats.deepspeed._expert_group_order import same_order
 from restride.testing.gather import gather_all
 from restride.testing.saved_values import Array, edit_file
 
@@ -31,6 +32,13 @@ def saved(tmp_path) -> Path:
 def numbered(tmp_path) -> Path:
     """The same without ZeRO, on two ranks."""
     shutil.copytree(RECORDED / "bf16_z0", tmp_path / "run")
+    return tmp_path / "run" / "step"
+
+
+@pytest.fixture
+def several(tmp_path) -> Path:
+    """A layer of two experts on two ranks, and one of four on four."""
+    shutil.copytree(RECORDED / "several_z1", tmp_path / "run")
     return tmp_path / "run" / "step"
 
 
@@ -261,16 +269,52 @@ def test_groups_of_another_number_of_ranks(saved, ranks):
     refused(saved, "layer 0 has 2 experts, 1 of them", f"of {ranks} expert-parallel ranks")
 
 
-def test_layers_on_several_numbers_of_ranks_are_refused(saved):
-    """Such groups come from a set of names, so that every process has its own order of them."""
-
+def renamed_group(folder: Path, rank: int, number: int, name: str) -> None:
     def change(root):
-        groups = root["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
-        next(group for group in groups if "moe" in group)["name"] = "ep_size_1"
+        state = root["optimizer_state_dict"]["base_optimizer_state"]
+        state["param_groups"][number]["name"] = name
 
-    edit_file(optimizer(saved, 0), change)
+    edit_file(optimizer(folder, rank), change)
 
-    refused(saved, "experts on 1 and on 2 ranks", "the same order", error=UnsupportedError)
+
+def test_files_that_put_experts_on_different_numbers_of_ranks(saved):
+    renamed_group(saved, 0, 2, "ep_size_1")
+
+    refused(saved, "layers.0.moe", "that its experts are on 1 and on 2 ranks", "files of one save")
+
+
+def test_groups_are_in_the_order_of_the_first_model_file_whatever_each_process_made_of_it(several):
+    """Two processes have the groups of four ranks first, by chance, and two those of two ranks."""
+    names = read_catalog(several).values["optimizer"]["param_groups"]
+
+    assert [group["name"] for group in names] == [
+        *("matrices", "vectors", "ep_size_2", "ep_size_4", "ep_size_2", "ep_size_4")
+    ]
+    assert [len(group["params"]) for group in names[2:]] == [4, 8, 4, 8]
+
+
+def test_a_file_with_more_groups_of_one_number_of_ranks_than_the_first_has():
+    with pytest.raises(CorruptError, match="has 2 parameter groups of experts on 2 ranks, .* 1$"):
+        same_order([None, 2, 4], [None, 2, 2], "file")
+    with pytest.raises(CorruptError, match="has 0 parameter groups of other parameters"):
+        same_order([None, 2], [2, 2], "file")
+
+
+def test_groups_that_swapped_their_names_are_not_those_of_their_partitions(several):
+    for number, name in ((2, "ep_size_2"), (3, "ep_size_4"), (4, "ep_size_2"), (5, "ep_size_4")):
+        renamed_group(several, 1, number, name)
+
+    refused(several, "that its experts are on 2 and on 4 ranks")
+
+
+def test_a_layer_without_zero_is_on_the_ranks_with_which_groups_are_as_large_as_they_are():
+    """Of four experts on two ranks each process had eight tensors more in those groups."""
+    catalog = read_catalog(RECORDED / "several_z0")
+
+    ranks = {t.name: t.layout.rank_count for t in catalog.tensors if ".up.weight" in t.name}
+
+    assert set(ranks.values()) == {2, 4}
+    assert all(count == (2 if name.startswith("layers.0") else 4) for name, count in ranks.items())
 
 
 def test_the_numbers_on_a_rank_are_those_of_its_experts(saved):

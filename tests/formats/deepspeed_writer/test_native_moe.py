@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 RECORDED = Path(__file__).parents[2] / "data" / "deepspeed_native_moe"
 NAMES = sorted(path.name for path in RECORDED.iterdir())
-# Those beside tensor-parallel ranks have tests of their own.
+# Those beside tensor-parallel ranks, and on several numbers of ranks, have tests of their own.
 TENSOR = [name for name in NAMES if name.startswith("tensor_")]
-ALONE = [name for name in NAMES if name not in TENSOR]
+SEVERAL = [name for name in NAMES if name.startswith("several_")]
+ALONE = [name for name in NAMES if name not in (*TENSOR, *SEVERAL)]
 EXPERTS = "layers.1.moe.deepspeed_moe.experts.deepspeed_experts"
 LAYERS = ["layers.0.moe", "layers.1.moe"]
 
@@ -199,13 +200,12 @@ def test_groups_are_those_that_deepspeed_makes_for_the_ranks(counts, numels, bef
         for name in names
     }
     target = DeepSpeedTarget(1, after, 1, ep=after)
-    spread = spread_experts(target, is_data_first=False)
-    placed = PlacedNative(layers, layouts, before, spread, target, {})
+    placed = placed_on(layers, layouts, before, target)
     settings_of = {"name": f"ep_size_{before}", "moe": True}
     # As the reader has them: what the ranks have of each layer, one rank after the other.
     groups = tuple(
         ParameterGroup(
-            tuple(placed.order.everywhere(own, before)),
+            tuple(placed.order.everywhere(own, placed.before)),
             settings_of,
             {},
         )
@@ -227,15 +227,20 @@ def test_groups_are_those_that_deepspeed_makes_for_the_ranks(counts, numels, bef
         assert own == expected
 
 
+def placed_on(layers, layouts, before: int, target: DeepSpeedTarget) -> PlacedNative:
+    """Layers of which all are on as many ranks."""
+    ranks = [dict.fromkeys((own.prefix for own in layers), n) for n in (before, target.ep)]
+    spreads = {target.ep: spread_experts(target, is_data_first=False)}
+    return PlacedNative(layers, layouts, *ranks, spreads, target)
+
+
 def placed_for(before: int, after: int) -> PlacedNative:
     """One layer of four experts, each of two tensors, for other ranks."""
     prefix = "l.deepspeed_moe.experts.deepspeed_experts"
     names = tuple((f"{prefix}.{n}.up", f"{prefix}.{n}.down") for n in range(4))
     target = DeepSpeedTarget(1, after, 1, ep=after)
     layouts = {name: replicated((2,), mesh={"ep": after}) for own in names for name in own}
-    spread = spread_experts(target, is_data_first=False)
-    layer = NativeLayer(0, prefix, 4, names)
-    return PlacedNative((layer,), layouts, before, spread, target, {})
+    return placed_on((NativeLayer(0, prefix, 4, names),), layouts, before, target)
 
 
 def trained(names: list[str]) -> Training:

@@ -211,7 +211,7 @@ def test_ranks_with_unequal_parts_that_would_split_a_group_differently_are_refus
     """DeepSpeed splits the groups of experts by the size of what a rank has."""
     names = tuple(f"{PREFIX}.0.{rest}" for rest in "abc")
     group = ParameterGroup(names, {"name": "ep_size_1", "moe": True}, {})
-    order = ExpertOrder({PREFIX: 1}, frozenset(names), before=1, after=1)
+    order = ExpertOrder({PREFIX: 1}, frozenset(names), {PREFIX: 1}, {PREFIX: 1}, [1])
     even, uneven = dict.fromkeys(names, 2), {**dict.fromkeys(names, 2), names[0]: 1}
 
     def bounds(*sizes: dict[str, int]) -> list[int]:

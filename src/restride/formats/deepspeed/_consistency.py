@@ -7,10 +7,12 @@ the optimizer, the group that a parameter is in.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import Constructed, StoredTensor
+from restride.formats.deepspeed._expert_group_order import said_size, same_order
 from restride.formats.deepspeed._fields import shown
 from restride.formats.deepspeed._optimizer import CONSUMED_KEYS
 from restride.formats.deepspeed._whole_file import CONSUMED_KEYS as WHOLE_KEYS
@@ -132,9 +134,16 @@ def _param_groups(
     for model in run.models:
         if model.optimizer is not None:
             whole[model.name] = f"tp rank {model.tp}", model.optimizer
+    wanted: list[int | None] = []
     for name, (rank, state) in whole.items():
-        groups = (state.get(_WRAPPED) or state).get(_GROUPS)
-        yield name, rank, groups.elements() if groups else ()
+        stored = (state.get(_WRAPPED) or state).get(_GROUPS)
+        groups = stored.elements() if stored else ()
+        sizes = [said_size(group) for group in groups]
+        wanted = wanted or sizes
+        # Groups of experts on different numbers of ranks are in an order of their own everywhere.
+        if Counter(sizes) == Counter(wanted):
+            groups = tuple(groups[number] for number in same_order(wanted, sizes, name))
+        yield name, rank, groups
 
 
 def _plain_numbers(run: Run) -> Iterator[Finding]:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._expert_group_order import said_rank_counts
 from restride.formats.deepspeed._experts import ExpertParameter, read_experts
 from restride.formats.deepspeed._native_experts import (
     NativeExpert,
     is_native,
     native_experts,
-    said_rank_count,
 )
 from restride.wording import which
 
@@ -64,7 +64,7 @@ def open_experts(run: Run) -> tuple[dict[str, Expert], ExpertFiles]:
                 where=str(run.folder.path),
                 remedy="checkpoints of AutoEP and of deepspeed.moe.layer.MoE can be read",
             )
-        experts |= native_experts(run, opened, _rank_count(run))
+        experts |= native_experts(run, opened, _rank_counts(run))
     return experts, ExpertFiles(run, experts, {n: [*own.values()] for n, own in opened.items()})
 
 
@@ -255,11 +255,11 @@ def require_place(root: Field, *, tp: int, ep: int | None = None, dp: int | None
             )
 
 
-def _rank_count(run: Run) -> int | None:
+def _rank_counts(run: Run) -> tuple[int, ...]:
     """Expert-parallel ranks of DeepSpeed's own layers: by the groups, or by the files of ranks."""
-    said = said_rank_count(_param_groups(run))
-    if said is None and run.folder.expert_optimizers:
-        return 1 + max(ep for ep, _ in run.folder.expert_optimizers)
+    said = said_rank_counts(_param_groups(run))
+    if not said and run.folder.expert_optimizers:
+        return (1 + max(ep for ep, _ in run.folder.expert_optimizers),)
     return said
 
 

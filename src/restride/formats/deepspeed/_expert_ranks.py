@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from restride.errors import CorruptError
-from restride.formats.deepspeed._settings import is_enabled
+from restride.formats.deepspeed._whole_experts import puts_data_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -40,9 +40,7 @@ class ExpertRanks:
         self._are_cut = any(own.tp_size > 1 for own in experts.values())
         # The ranks that expert-parallel ones are neighbours among.
         self._world = run.dp_size * (1 if self._are_cut else run.tp_size)
-        config = run.models[0].root.get("ds_config")
-        stored = config.get("use_data_before_expert_parallelism") if config else None
-        self._is_data_first = is_enabled(stored)
+        self._is_data_first = puts_data_first(run)
 
     def cutters(self, members: Iterable[str], where: str) -> int:
         """Count the expert-parallel ranks that a group is spread over; 1 for dense parameters.

@@ -108,12 +108,17 @@ class PlacedExperts:
         groups = regrouped(training.groups, numels, before=before, after=self.target.ep)
         return replace(training, groups=tuple(groups))
 
-    def copies(self, name: str, cutters: Sequence[int], mesh: Mesh) -> Layout:
-        """How files have a stacked parameter that are each of one expert-parallel rank."""
+    def copies(self, name: str, ranks: Sequence[int], mesh: Mesh) -> Layout:
+        """How files have a stacked parameter that are each of one rank."""
         shape = self.layouts[name].full_shape
         held = shape[0] // self.target.ep
+        cutters = map(self.expert_rank, ranks)
         placement = [range(cutter * held, (cutter + 1) * held) for cutter in cutters]
         return experts(shape, mesh=mesh, placement=placement)
+
+    def spread_of(self, name: str) -> Spread:  # noqa: ARG002 - as for single experts
+        """Which ranks hold a stacked parameter, and which share it: all are spread alike."""
+        return self.spread
 
     def expert_rank(self, rank: int) -> int:
         """The expert-parallel rank that a rank is."""

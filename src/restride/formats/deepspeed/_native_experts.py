@@ -27,8 +27,9 @@ from restride.algebra.layout import Layout
 from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Piece
 from restride.checkpoint.values import StoredTensor
-from restride.errors import CorruptError, UnsupportedError
+from restride.errors import CorruptError
 from restride.formats.deepspeed._expert_cuts import ExpertCuts
+from restride.formats.deepspeed._native_ranks import rank_counts
 from restride.formats.deepspeed._rank_blocks import in_block
 from restride.layouts.lifting import axes_of
 from restride.wording import counted
@@ -47,11 +48,9 @@ __all__ = [
     "in_model_order",
     "is_native",
     "native_experts",
-    "said_rank_count",
 ]
 
 _NAME: Final = re.compile(r"(.+\.deepspeed_moe\.experts\.deepspeed_experts)\.(\d{1,6})\.(.+)")
-_GROUP_NAME: Final = re.compile(r"ep_size_(\d{1,6})")
 _MODULE: Final = ".deepspeed_moe"
 _LAYER: Final = ".experts.deepspeed_experts."
 _COUNTS: Final = "num_experts"
@@ -182,43 +181,20 @@ def in_model_order(names: Iterable[str], experts: Iterable[str]) -> tuple[str, .
     return tuple(dict.fromkeys([*ordered, *chain(*layers.values())]))
 
 
-def said_rank_count(groups: Iterable[Field]) -> int | None:
-    """Expert-parallel ranks, as the names of parameter groups say; None where none has such a name.
-
-    Raises:
-        UnsupportedError: They say several.
-    """
-    found: dict[int, Field] = {}
-    for group in groups:
-        name, flag = group.get("name"), group.get("moe")
-        match = _GROUP_NAME.fullmatch(name.value) if name and isinstance(name.value, str) else None
-        if match and flag is not None and flag.value is True:
-            found.setdefault(int(match[1]), group)
-    if len(found) > 1:
-        # The order of such groups is that of a set, another one in every process.
-        raise UnsupportedError(
-            f"has layers with experts on {' and on '.join(map(str, sorted(found)))} ranks, whose "
-            "groups DeepSpeed does not put into the same order on all ranks",
-            where=next(iter(found.values())).where,
-            remedy="save a model whose layers of experts have one ep_size",
-        )
-    return next(iter(found), None)
-
-
 def native_experts(
-    run: Run, files: Mapping[tuple[int, int], Mapping[int, Field]], rank_count: int | None
+    run: Run, files: Mapping[tuple[int, int], Mapping[int, Field]], said: Sequence[int]
 ) -> dict[str, NativeExpert]:
     """Describe every tensor of every expert, by full name, in the order of the model.
 
     Args:
         run: The files.
         files: Content of the expert files, by layer and expert, and by tensor-parallel rank.
-        rank_count: Expert-parallel ranks, where something says it.
+        said: Numbers of ranks that experts are said to be on; each layer is on one of them.
 
     Raises:
         CorruptError: The files contradict each other.
         FormatError: Something has another type than it must have.
-        UnsupportedError: Nothing says how an expert is cut.
+        UnsupportedError: Nothing says how an expert is cut, or on how many ranks a layer is.
     """
     root = run.models[0].root
     opened = {place: next(iter(own.values())) for place, own in files.items()}
@@ -240,8 +216,9 @@ def native_experts(
         )
     found: dict[str, NativeExpert] = {}
     buffers = run.models[0].buffer_names
+    ranks_of = rank_counts(run, layers, said, expert_name)
     for layer in layers:
-        ranks = _rank_count(run, layer, rank_count)
+        ranks = ranks_of[layer.number]
         for number in range(layer.count):
             for rest, shape in layer.shapes.items():
                 # Every rank has a first expert, which speaks for all of them.
@@ -303,24 +280,3 @@ def _layer(number: int, files: Mapping[int, Field], counts: Sequence[int]) -> _L
     if prefix is None:
         raise CorruptError("has no tensor of an expert", where=first.where)
     return _Layer(number, prefix, counts[number], shapes)
-
-
-def _rank_count(run: Run, layer: _Layer, said: int | None) -> int:
-    """Ranks that share the experts of a layer: what is said, or what the first one lists."""
-    held = 1 + max(
-        (
-            parts[1]
-            for group in run.models[0].param_shapes or ()
-            for parts in map(expert_name, group)
-            if parts is not None and parts[0] == layer.prefix
-        ),
-        default=-1,
-    )
-    ranks = said or (layer.count // held if held else 1)
-    if layer.count % ranks or (held and held * ranks != layer.count):
-        raise CorruptError(
-            f"layer {layer.number} has {layer.count} experts, {held} of them on the first of "
-            f"{ranks} expert-parallel ranks",
-            where=f"{run.models[0].root.where}: param_shapes",
-        )
-    return ranks

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from restride.algebra.mesh import Mesh
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_groups import MOST_GROUP_NUMEL
+from restride.formats.deepspeed._hash_order import set_order
 from restride.formats.deepspeed._native_cut import are_cut, held_before, require_saved
 from restride.formats.deepspeed._native_experts import expert_name, held_by
 from restride.formats.deepspeed._native_groups import ExpertOrder
@@ -23,7 +24,7 @@ from restride.formats.deepspeed.target import DeepSpeedTarget
 from restride.layouts.replicated import replicated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from restride.algebra.layout import Layout
     from restride.checkpoint.catalog import Catalog, TensorEntry
@@ -61,22 +62,28 @@ class PlacedNative:
     Attributes:
         layers: In the order of the model.
         layouts: Which expert-parallel rank holds each tensor of an expert, by name.
-        before: Expert-parallel ranks of the source.
-        spread: Which ranks hold which experts, and which share them.
+        before: Expert-parallel ranks of the source, of each layer.
+        after: Those of the target.
+        spreads: Which ranks hold which experts, and which share them: for each number of ranks that
+            layers are on, in the order that the engine has its groups in.
         target: The ranks.
-        aliases: None: no parameter has a second name that the engine does not count as shared.
         cuts: How the tensor-parallel ranks cut each tensor; empty where experts are whole.
         sizes: Elements that a rank of the source has of each tensor; empty where it has all.
     """
 
     layers: tuple[NativeLayer, ...]
     layouts: Mapping[str, Layout]
-    before: int
-    spread: Spread
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    spreads: Mapping[int, Spread]
     target: DeepSpeedTarget
-    aliases: Mapping[str, str]
     cuts: Mapping[str, Layout] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """None: no parameter has a second name that the engine does not count as shared."""
+        return {}
 
     @property
     def group_name(self) -> str:
@@ -92,7 +99,8 @@ class PlacedNative:
     def order(self) -> ExpertOrder:
         """The experts as parameter groups have them."""
         counts = {layer.prefix: layer.count for layer in self.layers}
-        return ExpertOrder(counts, frozenset(self.layouts), self.before, self.target.ep)
+        names = frozenset(self.layouts)
+        return ExpertOrder(counts, names, self.before, self.after, [*self.spreads])
 
     def retold(self, training: Training, *, most: int = MOST_GROUP_NUMEL) -> Training:
         """The training with the parameter groups that an engine of the target has.
@@ -127,13 +135,19 @@ class PlacedNative:
         """What the model file of a rank says of the experts."""
         return {"num_experts": [layer.count for layer in self.layers], "ds_autoep_layers": None}
 
-    def copies(self, name: str, cutters: Sequence[int], mesh: Mesh) -> Layout:
-        """How files have a tensor that are each of one expert-parallel rank."""
-        return gathered(self.layouts[name], cutters, mesh)
+    def copies(self, name: str, ranks: Sequence[int], mesh: Mesh) -> Layout:
+        """How files have a tensor that are each of one rank."""
+        spread = self.spread_of(name)
+        return gathered(self.layouts[name], [spread.place(rank)[0] for rank in ranks], mesh)
+
+    def spread_of(self, name: str) -> Spread:
+        """Which ranks hold the experts of a tensor's layer, and which share them."""
+        parts = expert_name(name)
+        return self.spreads[self.after[parts[0]] if parts else self.target.ep]
 
     def expert_rank(self, rank: int) -> int:
-        """The expert-parallel rank that a rank is."""
-        return self._expert_rank(self.spread.place(rank)[0])
+        """The expert-parallel rank that a rank is, of the largest number of them."""
+        return self._expert_rank(self.spreads[self.target.ep].place(rank)[0])
 
     def tensor_layouts(self) -> Mapping[str, Layout]:
         """How the tensor-parallel ranks hold what the first of them has of experts."""
@@ -150,7 +164,7 @@ class PlacedNative:
         if parts is None:
             return name
         prefix, number, rest = parts
-        held = self.order.counts[prefix] // self.target.ep
+        held = self.order.counts[prefix] // self.after[prefix]
         return f"{prefix}.{number - self._expert_rank(cutter) * held}.{rest}"
 
     def _expert_rank(self, cutter: int) -> int:
@@ -186,8 +200,15 @@ def place_native(
         cut = {}
     data_first = is_data_first(training)
     _require_possible(catalog, target)
-    require_saved(target, is_cut=bool(cut), is_data_first=data_first, where=catalog.root)
-    layouts = dict(_layouts(layers, tensors, target, cut))
+    before = _ranks_before(training, layers, tensors, catalog.root)
+    after = before if target.is_ep_kept else dict.fromkeys(before, target.ep)
+    spread = spread_cut_experts if cut else spread_experts
+    spreads: dict[int, Spread] = {}
+    for size in _in_order({*after.values()}, catalog.root):
+        own = replace(target, ep=size)
+        require_saved(own, is_cut=bool(cut), is_data_first=data_first, where=catalog.root)
+        spreads[size] = spread(own, is_data_first=data_first)
+    layouts = dict(_layouts(layers, tensors, target, cut, after))
     frozen = [name for name in layouts if tensors[name].is_frozen]
     if frozen and target.zero >= _GRADIENTS and target.ep > 1:
         raise UnsupportedError(
@@ -196,18 +217,14 @@ def place_native(
             where=f"tensor {frozen[0]!r}",
             remedy="choose --zero 1, or --ep 1",
         )
-    before = _ranks_before(training, layers, catalog.root)
-    spread = spread_cut_experts if cut else spread_experts
-    return PlacedNative(
-        layers,
-        layouts,
-        before,
-        spread(target, is_data_first=data_first),
-        target,
-        {},
-        cut,
-        {name: held_before(tensors[name]) for name in names},
-    )
+    held = {name: held_before(tensors[name]) for name in names}
+    return PlacedNative(layers, layouts, before, after, spreads, target, cut, held)
+
+
+def _in_order(sizes: Collection[int], where: str) -> list[int]:
+    """The numbers of ranks that layers are on, as the engine has their groups in order."""
+    by_name = {f"ep_size_{size}": size for size in sorted(sizes)}
+    return [by_name[name] for name in set_order([*by_name], where)]
 
 
 def _layouts(
@@ -215,19 +232,20 @@ def _layouts(
     tensors: Mapping[str, TensorEntry],
     target: DeepSpeedTarget,
     cuts: Mapping[str, Layout],
+    ranks: Mapping[str, int],
 ) -> Iterator[tuple[str, Layout]]:
     """Which ranks hold each tensor of an expert: expert-parallel ones, and those that cut it."""
-    mesh = Mesh((("ep", target.ep),))
-    both = Mesh((("ep", target.ep), ("tp", target.tp)))
     for layer in layers:
-        if layer.count % target.ep:
+        count = ranks[layer.prefix]
+        mesh, both = Mesh((("ep", count),)), Mesh((("ep", count), ("tp", target.tp)))
+        if layer.count % count:
             sizes = [n for n in range(1, layer.count + 1) if layer.count % n == 0]
             raise UnsupportedError(
-                f"{layer.count} experts do not divide over {target.ep} expert-parallel ranks",
+                f"{layer.count} experts do not divide over {count} expert-parallel ranks",
                 where=f"layer {layer.prefix!r}",
                 remedy=f"choose --ep {any_of(sizes)}",
             )
-        held = layer.count // target.ep
+        held = layer.count // count
         for number, names in enumerate(layer.names):
             for name in names:
                 if cuts:
@@ -287,14 +305,34 @@ def _layers(tensors: Mapping[str, TensorEntry], where: str) -> Iterator[NativeLa
         yield NativeLayer(number, prefix, len(own), names)
 
 
-def _ranks_before(training: Training, layers: Sequence[NativeLayer], where: str) -> int:
-    """Expert-parallel ranks of the source."""
-    before = native_rank_count(training)
-    odd = next((layer for layer in layers if layer.count % before), None)
-    if odd is not None:
-        raise CorruptError(
-            f"a parameter group is of {before} expert-parallel ranks, over which the {odd.count} "
-            f"experts of {odd.prefix!r} do not divide",
-            where=where,
-        )
+def _ranks_before(
+    training: Training,
+    layers: Sequence[NativeLayer],
+    tensors: Mapping[str, TensorEntry],
+    where: str,
+) -> dict[str, int]:
+    """Expert-parallel ranks of the source, of each layer; frozen ones count as the others."""
+    said: dict[str, int] = {}
+    for group in training.groups:
+        size = native_rank_count(group)
+        for name in group.names if size is not None else ():
+            parts = expert_name(name)
+            if parts and size and said.setdefault(parts[0], size) != size:
+                raise CorruptError(
+                    f"parameter groups have experts of {parts[0]!r} on {said[parts[0]]} ranks and "
+                    f"on {size}",
+                    where=where,
+                )
+    largest = max(said.values(), default=1)
+    before = {layer.prefix: said.get(layer.prefix, largest) for layer in layers}
+    for layer in layers:
+        count = before[layer.prefix]
+        axes = dict(tensors[layer.names[0][0]].layout.mesh.axes)
+        if layer.count % count or (layer.prefix in said and axes.get("ep", count) != count):
+            held = f"are on {axes['ep']}" if "ep" in axes else "do not divide over them"
+            raise CorruptError(
+                f"a parameter group is of {count} expert-parallel ranks, and the {layer.count} "
+                f"experts of {layer.prefix!r} {held}",
+                where=where,
+            )
     return before

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import FileEntry, Finding, Region
 from restride.errors import CorruptError, FormatError
+from restride.formats.deepspeed._expert_group_order import in_one_order
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._files import find_tag, list_files
 from restride.formats.deepspeed._optimizer import read_zero_file
@@ -227,6 +228,7 @@ def open_stages(
             names=read.names,
             layers=tuple(read.layers.layers if read.layers else ()),
         )
+        run = in_one_order(run)
         _check_stage(run)
         findings.extend(_missing(run, has_optimizer=bool(zeros)))
         runs.append(run)

@@ -18,6 +18,7 @@ from restride.checkpoint.catalog import Finding
 from restride.checkpoint.orders import merged_order
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError
+from restride.formats.deepspeed._expert_group_order import alike
 from restride.formats.deepspeed._native_experts import expert_name, in_model_order
 from restride.formats.deepspeed._numbering import Unmatched
 from restride.formats.deepspeed._whole_experts import open_optimizers
@@ -152,9 +153,10 @@ def _sources(
     """What each rank saved; nothing where that was no optimizer."""
     if experts is not None and run.folder.expert_optimizers:
         states = open_optimizers(run, experts) or {}
+        files = alike([read_whole_file(state) for state in states.values()])
         return experts.mesh(run), [
-            _source(run.models[tp], read_whole_file(state), aliases, experts.held(ep, tp))
-            for (ep, tp), state in states.items()
+            _source(run.models[tp], file, aliases, experts.held(ep, tp))
+            for (ep, tp), file in zip(states, files, strict=True)
         ]
     mesh = Mesh((("tp", run.tp_size),))
     if all(model.optimizer is None for model in run.models):

@@ -20,6 +20,7 @@ from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_files import open_experts, require_place
 from restride.formats.deepspeed._experts import second_routers
 from restride.formats.deepspeed._native_experts import NativeExpert
+from restride.formats.deepspeed._settings import is_enabled
 from restride.wording import which
 
 if TYPE_CHECKING:
@@ -30,7 +31,13 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._run import Run
 
-__all__ = ["ExpertRanks", "expert_optimizers", "find_experts", "open_optimizers"]
+__all__ = [
+    "ExpertRanks",
+    "expert_optimizers",
+    "find_experts",
+    "open_optimizers",
+    "puts_data_first",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +47,16 @@ class ExpertRanks:
     Attributes:
         parameters: Tensors of experts by name.
         files: Their weights.
+        is_data_first: Whether neighbouring ranks hold the same experts.
     """
 
     parameters: Mapping[str, Expert]
     files: ExpertFiles
+    is_data_first: bool = False
 
     @property
     def count(self) -> int:
-        """Number of expert-parallel ranks; AutoEP has one for all layers."""
+        """Number of expert-parallel ranks; the largest, where layers are on several."""
         return max((expert.rank_count for expert in self.parameters.values()), default=1)
 
     @property
@@ -94,7 +103,7 @@ class ExpertRanks:
         found: dict[str, tuple[StoredTensor, ...]] = {}
         for name, expert in self.parameters.items():
             if isinstance(expert, NativeExpert):
-                own = self.files.weight(name) if expert.rank == rank else None
+                own = self.files.weight(name) if expert.rank == self._of(expert, rank) else None
                 if own is not None and expert.cut is not None:
                     own = self.files.shards(expert)[tp]
                 if own is not None and not expert.is_buffer:
@@ -105,6 +114,12 @@ class ExpertRanks:
             if known and len(known) == len(parts) and len({part.shape for part in known}) == 1:
                 found[name] = known
         return found
+
+    def _of(self, expert: NativeExpert, rank: int) -> int:
+        """The expert-parallel rank of a layer's own number that one of the largest is."""
+        if self.is_data_first:
+            return rank * expert.rank_count // self.count
+        return rank % expert.rank_count
 
     def routers(self, names: Iterable[str]) -> dict[str, str]:
         """Second names of routers, and the name that each is stored under as well.
@@ -117,11 +132,17 @@ class ExpertRanks:
         return second_routers(stacked, names)
 
 
+def puts_data_first(run: Run) -> bool:
+    """Whether neighbouring ranks of a run hold the same experts."""
+    config = run.models[0].root.get("ds_config")
+    return is_enabled(config.get("use_data_before_expert_parallelism") if config else None)
+
+
 def find_experts(run: Run) -> ExpertRanks | None:
     """Read again what is known of the experts of a run without ZeRO; None where it has none."""
     if not run.folder.expert_optimizers:
         return None
-    return ExpertRanks(*open_experts(run))
+    return ExpertRanks(*open_experts(run), puts_data_first(run))
 
 
 def expert_optimizers(run: Run, experts: ExpertRanks) -> dict[str, tuple[str, Field]]:
@@ -159,7 +180,7 @@ def open_optimizers(run: Run, experts: ExpertRanks) -> dict[tuple[int, int], Fie
         CorruptError: There are optimizer files of ZeRO as well, nothing describes the experts, or a
             file has the name of another.
         FormatError: A file is none.
-        UnsupportedError: Layers have experts on different numbers of ranks.
+        UnsupportedError: Layers of AutoEP have experts on different numbers of ranks.
     """
     names = run.folder.expert_optimizers
     if not names:
@@ -178,7 +199,8 @@ def open_optimizers(run: Run, experts: ExpertRanks) -> dict[tuple[int, int], Fie
             remedy="add the files layer_*_expert_*_model_states.pt",
         )
     counts = sorted({expert.rank_count for expert in experts.parameters.values()})
-    if len(counts) > 1:
+    if len(counts) > 1 and not experts.are_single:
+        # deepspeed 0.19.8 `runtime/engine.py`: "AutoEP checkpointing requires a single EP group"
         raise UnsupportedError(
             f"has {first}, and layers of experts on {' and on '.join(map(str, counts))} ranks: an "
             "engine without ZeRO has files for one number of them",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
+from restride.formats.deepspeed._expert_group_order import said_size
 from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
 from restride.formats.deepspeed._whole_file import sort_states
 from restride.formats.deepspeed._whole_flat import Place, find_places, view_of
@@ -212,15 +213,15 @@ def _match_apart(
 
     An expert's bias may have the shape of a norm's, and no group has both.
     """
-    kinds = [_is_of_experts(entry) for entry in source.file.settings]
+    kinds, own_kinds = _kinds(source.file.settings, experts)
     if not any(kinds):
         return match(candidates, groups, source.file.names)
     names: dict[int, tuple[str | None, ...]] = {}
     by_order: set[str] = set()
-    for kind in (False, True):
-        numbers = [n for n, own in enumerate(kinds) if own is kind]
+    for kind in dict.fromkeys([0, *kinds]):
+        numbers = [n for n, own in enumerate(kinds) if own == kind]
         found = match(
-            [own for own in candidates if (own.name in experts.parameters) is kind],
+            [own for own in candidates if own_kinds.get(own.name, 0) == kind],
             [groups[n] for n in numbers],
             [source.file.names[n] for n in numbers],
         )
@@ -229,6 +230,23 @@ def _match_apart(
         names |= dict(zip(numbers, found.names, strict=True))
         by_order |= found.by_order
     return Matched(tuple(names[n] for n in range(len(groups))), frozenset(by_order))
+
+
+def _kinds(settings: Sequence[Field], experts: ExpertRanks) -> tuple[list[int], dict[str, int]]:
+    """What each group has, and what each expert is: 0 are all others.
+
+    Layers that are on different numbers of ranks have groups of their own; where all are on one,
+    the number does not count.
+    """
+    sizes = [said_size(entry) for entry in settings]
+    is_one = len({*sizes} - {None}) <= 1
+    kinds = [
+        (1 if is_one else size or 1) if _is_of_experts(entry) else 0
+        for entry, size in zip(settings, sizes, strict=True)
+    ]
+    return kinds, {
+        name: 1 if is_one else own.rank_count for name, own in experts.parameters.items()
+    }
 
 
 def _is_of_experts(settings: Field) -> bool:

@@ -81,8 +81,8 @@ def _write_native(writing: Writing, placed: PlacedNative) -> None:
                 for name in names
                 for selected in [writing.weights[name]]
             }
-            expert_rank = expert // (layer.count // placed.target.ep)
-            holder = placed.spread.ranks(expert_rank)[0] % placed.target.tp
+            expert_rank = expert // (layer.count // placed.after[layer.prefix])
+            holder = placed.spread_of(names[0]).ranks(expert_rank)[0] % placed.target.tp
             for tp in range(placed.target.tp) if placed.is_cut else (holder,):
                 draft = _draft(writing, layer.number, expert, tp)
                 place = tp if placed.is_cut else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -13,6 +14,7 @@ from restride.formats.deepspeed._momentum import states_kept_whole, trains_by_mu
 from restride.formats.deepspeed._native_target import PlacedNative, shows
 from restride.formats.deepspeed._settings import zero_setting
 from restride.formats.deepspeed._values import JsonWriter, read_bytes
+from restride.formats.deepspeed.expert_settings import any_of
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
@@ -110,12 +112,22 @@ def _experts(writing: Writing) -> Iterator[Finding]:
         )
         yield Finding("note", "config-ep", message)
     placed = writing.experts
-    if isinstance(placed, PlacedNative) and placed.before != writing.target.ep:
+    if isinstance(placed, PlacedNative) and placed.before != placed.after:
+        sizes = sorted({*placed.before.values()})
         message = (
-            f"a layer of experts was built with ep_size={placed.before}: resume with a model whose "
+            f"layers of experts were built with ep_size={any_of(sizes)}: resume with a model whose "
             f"layers have ep_size={writing.target.ep}"
         )
         yield Finding("note", "config-ep", message)
+    if isinstance(placed, PlacedNative) and len(placed.spreads) > 1:
+        names = ", ".join(f"ep_size_{size}" for size in placed.spreads)
+        message = (
+            f"groups of experts are in the order {names}, which processes have that are started "
+            f"with PYTHONHASHSEED=0 and Python {sys.version_info.major}.{sys.version_info.minor}: "
+            "resume with both, as the engine takes groups by their places and does not compare "
+            "their names"
+        )
+        yield Finding("warning", "hash-seed", message)
     if isinstance(placed, PlacedNative) and not shows(writing.catalog, placed):
         said = "are cut by" if placed.is_cut else "are whole on"
         message = (

@@ -105,10 +105,9 @@ def expert_folding(placed: Placed, expert_rank: int, tp: int) -> dict[Value, Val
         return {}
     world = range(target.dp * target.tp)
     rank = next(n for n in world if (n % target.ep, n % target.tp) == (expert_rank, tp))
-    _, partition = placed.spread.place(rank)
-    return {
-        FOLDING: _entry(placed, rank, "routed_expert", "edp", partition, placed.spread.partitions)
-    }
+    spread = placed.spread_of("")
+    _, partition = spread.place(rank)
+    return {FOLDING: _entry(placed, rank, "routed_expert", "edp", partition, spread.partitions)}
 
 
 def _is_folded(placed: Placed) -> bool:
@@ -125,7 +124,7 @@ def _entry(
         "tp_size": target.tp,
         "tp_rank": rank % target.tp,
         "ep_size": target.ep,
-        "ep_rank": placed.spread.place(rank)[0],
+        "ep_rank": placed.expert_rank(rank),
         "etp_size": 1,
         "etp_rank": 0,
         "zero_partition_group": group,
@@ -145,7 +144,8 @@ def _families(training: Training, placed: Placed, rank: int) -> Iterable[tuple[V
             family = _family(name, is_model=False)
             partition, count = rank // target.tp, target.dp
             if family == "routed_expert":
-                (_, partition), count = placed.spread.place(rank), placed.spread.partitions
+                spread = placed.spread_of(name)
+                (_, partition), count = spread.place(rank), spread.partitions
             yield (
                 name,
                 {

@@ -103,10 +103,9 @@ def _write_copies(
     target = writing.target
     own = expert_places(placed)
     ranks = (*range(target.tp), *own.values())
-    cutters = tuple(placed.spread.place(rank)[0] for rank in ranks)
-    files = DeepSpeedTarget(tp=len(cutters), dp=1, zero=0)
+    files = DeepSpeedTarget(tp=len(ranks), dp=1, zero=0)
     layouts = {
-        name: placed.copies(name, cutters, files.tp_mesh)
+        name: placed.copies(name, ranks, files.tp_mesh)
         if writing.is_expert(name)
         else repeated(layout, files.tp_mesh)
         for name, layout in writing.layouts.items()

@@ -125,7 +125,7 @@ class Writing:
     def spread(self, name: str) -> Spread:
         """Which ranks hold the shards of a parameter, and which share each of them."""
         if self.experts is not None and name in self.experts.layouts:
-            return self.experts.spread
+            return self.experts.spread_of(name)
         return spread_dense(self.target)
 
     def group_spread(self, number: int, group: ParameterGroup) -> Spread:
@@ -160,20 +160,20 @@ class Writing:
         """What the first data-parallel one of some ranks calls a tensor: experts by their place."""
         if self.experts is None or not self.is_expert(name):
             return name
-        return self.experts.local_name(name, self.experts.spread.place(tp)[0])
+        return self.experts.local_name(name, self.experts.spread_of(name).place(tp)[0])
 
     def cutter(self, group: ParameterGroup, tp: int) -> int:
         """The cutter of a group that the first data-parallel one of some ranks is."""
         if self.experts is None or not group.names or not self.is_expert(group.names[0]):
             return tp
-        return self.experts.spread.place(tp)[0]
+        return self.experts.spread_of(group.names[0]).place(tp)[0]
 
     def _shard_on(self, name: str, tp: int) -> Shape:
         """Shape of a tensor on the first data-parallel one of some ranks."""
         placed = self.experts
         if placed is None or self.target is not placed.target or not self.is_expert(name):
             return self.shard_shape(name, tp)
-        return self.shard_shape(name, placed.spread.place(tp)[0])
+        return self.shard_shape(name, placed.spread_of(name).place(tp)[0])
 
     def is_owned(self, name: str, tp: int) -> bool:
         """Whether the optimizer of a rank trains a parameter: not a frozen or an empty one."""

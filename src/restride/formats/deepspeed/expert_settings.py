@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from restride.errors import UnsupportedError
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._settings import is_enabled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from restride.checkpoint.training import Training
+    from restride.checkpoint.training import ParameterGroup, Training
 
 __all__ = [
     "any_of",
     "expert_rank_count",
     "is_data_first",
     "native_rank_count",
+    "native_rank_counts",
     "stacked_experts",
 ]
 
@@ -27,32 +27,26 @@ _DATA_FIRST: Final = "use_data_before_expert_parallelism"
 
 
 def expert_rank_count(training: Training) -> int:
-    """Expert-parallel ranks of a training; 1 where it has none, or has no experts."""
+    """Expert-parallel ranks of a training, the largest number where layers are on several.
+
+    It is 1 where there are none, or there are no experts.
+    """
     sizes = [layer.get("ep_size") for layer in training.experts[:1]]
     said = next((size for size in sizes if isinstance(size, int)), None)
-    return native_rank_count(training) if said is None else said
+    return max(native_rank_counts(training), default=1) if said is None else said
 
 
-def native_rank_count(training: Training) -> int:
-    """The same of DeepSpeed's own layers, by the names of the groups that their experts are in.
+def native_rank_counts(training: Training) -> tuple[int, ...]:
+    """The numbers of ranks that experts of DeepSpeed's own layers are on, as their groups say."""
+    sizes = {native_rank_count(group) for group in training.groups}
+    return tuple(sorted(size for size in sizes if size is not None))
 
-    Raises:
-        UnsupportedError: There are several.
-    """
-    found = {
-        int(match[1])
-        for group in training.groups
-        if group.settings.get("moe") is True
-        and isinstance(name := group.settings.get("name"), str)
-        and (match := _GROUP_NAME.fullmatch(name))
-    }
-    if len(found) > 1:
-        raise UnsupportedError(
-            f"has layers with experts on {' and on '.join(map(str, sorted(found)))} ranks",
-            where=training.ranks[0].where,
-            remedy="save a model whose layers of experts have one ep_size",
-        )
-    return max(found.pop(), 1) if found else 1
+
+def native_rank_count(group: ParameterGroup) -> int | None:
+    """The same of one group; None where it has no such experts."""
+    name = group.settings.get("name") if group.settings.get("moe") is True else None
+    match = _GROUP_NAME.fullmatch(name) if isinstance(name, str) else None
+    return max(int(match[1]), 1) if match else None
 
 
 def stacked_experts(training: Training) -> frozenset[str]:

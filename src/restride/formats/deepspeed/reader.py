@@ -16,7 +16,11 @@ from restride.formats.deepspeed._stages import joined_mesh, joined_tensors
 from restride.formats.deepspeed._state_values import read_values
 from restride.formats.deepspeed._tensors import read_tensors
 from restride.formats.deepspeed._whole import read_whole
-from restride.formats.deepspeed._whole_experts import ExpertRanks, expert_optimizers
+from restride.formats.deepspeed._whole_experts import (
+    ExpertRanks,
+    expert_optimizers,
+    puts_data_first,
+)
 from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
@@ -67,7 +71,7 @@ def read_catalog(
     experts, files = _experts(run)
     read = read_chunks if run.is_partitioned else read_partitions
     partitions = [read(stage, experts) for stage in runs]
-    ranks = ExpertRanks(experts, files)
+    ranks = ExpertRanks(experts, files, puts_data_first(run))
     wholes = [read_whole(stage, ranks) for stage in runs]
     tensors = [
         tuple(read_tensors(stage, experts, files, held, whole))

@@ -26,10 +26,12 @@ class DeepSpeedTarget:
         dp: Data-parallel ranks: ranks in all, divided by `tp` and `pp`.
         zero: ZeRO stage; 0 without ZeRO.
         ep: Expert-parallel ranks, a part of the data-parallel ones, or with AutoEP of all ranks
-            (they fold the tensor-parallel ones); 1 without experts.
+            (they fold the tensor-parallel ones); 1 without experts. The largest number where layers
+            are on several.
         pp: Stages of a pipeline, each with as many ranks; 1 without one.
         cut: How its layers are dealt out to the stages.
         zero_init: Whether its model is made under ``deepspeed.zero.Init``, where that is said.
+        is_ep_kept: Whether each layer of experts keeps the number of ranks that it is on.
 
     Raises:
         UnsupportedError: A number is out of range, or the expert-parallel ranks do not fit into the
@@ -47,6 +49,7 @@ class DeepSpeedTarget:
     pp: int = 1
     cut: StageCut = field(default_factory=StageCut)
     zero_init: bool | None = None
+    is_ep_kept: bool = False
 
     def __post_init__(self) -> None:
         axes = {"tp": self.tp, "dp": self.dp, "ep": self.ep, "pp": self.pp}
