@@ -234,6 +234,7 @@ def test_runs_of_zero_1_become_what_an_engine_of_zero_3_would_have_written(run, 
             # The engine asks for the scaling of the loss, and BF16_Optimizer does not say it.
             if run.writer == "bf16_optimizer":
                 assert state["loss_scaler"].state == {"cur_scale": 1.0, "dynamic": False}
+                assert (state["dynamic_loss_scale"], state["overflow"]) == (False, False)
             for key in ("fp32_flat_groups", "partition_count", "zero_stage"):
                 assert content_of(state[key]) == content_of(other[key])
             states, others = (
