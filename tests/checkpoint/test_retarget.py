@@ -192,6 +192,14 @@ def test_a_model_that_is_not_known_is_refused_with_the_nearest():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plan_of_a_model_that_is_not_known_is_refused(ranks):
+    """The cut that there is may be that of a plan, and does not say so."""
+    config = LLAMA | {"model_type": "lama2"}
+
+    refused("'lama2'|nearest is 'llama'", llama(ranks), tp=2, config=config, plan=False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_names_of_another_model_are_refused(ranks):
     refused(
         "the preset opt cuts 2 kinds of parameters, the preset llama, mistral, qwen2 or 3 more 5:"

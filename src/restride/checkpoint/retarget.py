@@ -223,6 +223,8 @@ class _Retargeting:
         preset = self._find_preset(parameters, undecided)
         if isinstance(preset, Preset):
             self._by_preset(preset, undecided)
+        elif self._plan is not None and preset is not None:
+            raise preset  # a plan is followed, or is not, by a preset alone
         families = Families(self._mesh, self._numbers(), self._same)
         for source in undecided:
             if source.name in self._decided:
