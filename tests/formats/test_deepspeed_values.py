@@ -96,6 +96,12 @@ def test_a_long_text_that_is_said_often_is_refused():
         plain(["x" * (1 << 20)] * 64)
 
 
+@pytest.mark.parametrize("text", ["x" * (1 << 20), b"x" * (1 << 20)])
+def test_a_long_text_that_is_said_a_few_times_is_shown(text):
+    """A megabyte of JSON or of random state is nothing unusual."""
+    assert len(plain([text] * 4)) == 4
+
+
 def test_a_value_that_is_nested_too_deep_is_refused():
     deep = []
     for _ in range(150):
