@@ -130,6 +130,21 @@ def test_any_value_can_be_shown(value, words):
     assert len(shown(value)) < 200
 
 
+@pytest.mark.parametrize("state", [{"stop": 1}, (None, {"stop": 1}), None, 3, ("start",)])
+def test_an_object_without_the_attribute_is_refused(state):
+    made = Constructed(GlobalName("package", "Address"), state=state)
+
+    with pytest.raises(FormatError, match="an object with an attribute 'start' is expected"):
+        Field(made, "step/x.pt").attribute("start")
+
+
+@pytest.mark.parametrize("state", [{"start": 7}, (None, {"start": 7})])
+def test_an_object_has_its_attributes_in_a_dict_or_in_slots(state):
+    made = Constructed(GlobalName("package", "Address"), state=state)
+
+    assert Field(made, "step/x.pt").attribute("start").integer() == 7
+
+
 def test_a_path_leads_to_the_value():
     field = Field({"a": [{"b": 1}]}, "step/x.pt")
 
