@@ -14,6 +14,7 @@ from restride.algebra.canonical import canonicalize
 from restride.algebra.layout import Layout
 from restride.algebra.piece import Axis, Piece
 from restride.algebra.signature import same_layout
+from restride.arrays import extract, probe
 from restride.deepspeed import from_affine_maps
 from restride.errors import RuleError
 from restride.layouts.catalogue import CATALOGUE
@@ -43,6 +44,21 @@ def test_every_layout_of_the_catalogue_is_recognized(name):
     # The example of experts has no matrices, and is cut like a gate and an up projection.
     expected = {"conv1d-column": "split", "experts": "gate-up"}.get(name, name)
     assert expected in names_of(layout)
+
+
+@pytest.mark.parametrize(
+    "name", ["codegen-qkv", "bigcode-qkv", "yuan-value", "gate-up", "phi3-qkv"]
+)
+def test_a_probed_layout_is_recognized_like_the_one_that_was_built(name):
+    """All that is known of it is a function that cuts."""
+    layout = CATALOGUE[name].builder(**read_example(CATALOGUE[name]))
+
+    probed = probe(
+        lambda full, rank: extract(layout, full, rank), layout.full_shape, mesh=layout.mesh
+    ).layout
+
+    assert name in names_of(probed)
+    assert [str(found) for found in recognize(probed)] == [str(f) for f in recognize(layout)]
 
 
 def assert_sound(layout):
