@@ -79,6 +79,21 @@ def test_e3_a_divided_bias_is_what_the_layer_stores(ranks):
     assert torch.equal(torch.from_numpy(extract(layout, bias.numpy(), 0)), bias / ranks)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_e3_a_convolution_over_input_channels_has_layouts_where_the_layer_has_no_map(ranks):
+    layers = pytest.importorskip("deepspeed.module_inject.layers")
+    conv = torch.nn.Conv2d(7, 5, 3)
+    shards = [layers.TensorParallelIcShardConv2d(conv, rank, ranks).conv for rank in range(ranks)]
+    sizes = [shard.weight.shape[1] for shard in shards]
+
+    weight = split((5, 7, 3, 3), mesh={"tp": ranks}, dim=1, sizes=sizes)
+    bias = replicated((5,), mesh={"tp": ranks}, scale=Fraction(1, ranks))
+
+    for rank, shard in enumerate(shards):
+        assert torch.equal(extract(weight, conv.weight.detach(), rank), shard.weight)
+        assert torch.equal(extract(bias, conv.bias.detach(), rank), shard.bias)
+
+
 def test_e5_strided_pieces_may_not_write_the_same_shard_address():
     columns = [affine.AffinePiece((4, 2), at, (4, 1), 0, (4, 1), [0]) for at in (0, 2)]
     peer = affine.ParamAffineMap((4, 4), {0: (4, 4)}, {0: columns})
