@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from restride.algebra.coverage import replication
 from restride.checkpoint.decisions import DEFAULT, read_rules
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from restride.storage.ranges import FilePool
 
 __all__ = ["Prepared", "prepare"]
+
+_UNIVERSAL: Final = "deepspeed universal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def prepare(
     reader = CatalogReader(catalog, pool)
     export = lay_out_export(catalog, wanted, opened)
     decided = read_rules(replicas, catalog)
-    sources = export.sources if only_weights else _of_masters(catalog, export.sources, decided)
+    sources = _of_masters(catalog, export.sources, decided, only_weights=only_weights)
     jobs = [
         Job(
             chosen.tensor,
@@ -142,21 +144,27 @@ def _spots(catalog: Catalog, budget_nbytes: int, *, only_weights: bool) -> tuple
 
 
 def _of_masters(
-    catalog: Catalog, sources: Iterable[Selected], decided: ReplicaRules
+    catalog: Catalog, sources: Iterable[Selected], decided: ReplicaRules, *, only_weights: bool
 ) -> Iterator[Selected]:
     """Read weights whose copies are averaged from the master copies, where both go out.
 
     A training goes on from the mean of these, and its weights are that, rounded once. The mean of
     weights that were rounded before is another number.
+
+    Of a universal folder the master copies are what was decided when it was written, and what an
+    engine makes its weights of; in its model files they are as the ranks had them before.
     """
     states = {tensor.name: tensor.states for tensor in catalog.tensors}
+    is_universal = catalog.format == _UNIVERSAL
     for chosen in sources:
         master = states.get(chosen.tensor, {}).get("fp32")
-        is_averaged = (
-            chosen.state == "weight" and decided.decide(chosen.tensor, chosen.state) == "mean"
-        )
+        decision = decided.decide(chosen.tensor, chosen.state)
+        is_of_master = decision == "mean" and not only_weights
+        if is_universal:
+            is_of_master = decision != DEFAULT
         if (
-            is_averaged
+            chosen.state == "weight"
+            and is_of_master
             and master is not None
             and master.dtype.kind == chosen.dtype.kind == "float"
             and master.layout.full_shape == chosen.entry.layout.full_shape

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import restride
 from restride import api
 from restride.algebra.coverage import replication
-from restride.errors import BudgetError, CorruptError
+from restride.errors import BudgetError, CorruptError, ReplicaError
 from restride.executors.events import NullObserver
 from restride.executors.masters import compare_masters, plan_masters, spot_check_masters
 from restride.testing.command_line import SAMPLE, run
@@ -221,14 +222,25 @@ def test_what_was_decided_between_copies_belongs_together_afterwards(
     assert api.check(tmp_path / "out").verdict == "ok"
 
 
+@pytest.mark.parametrize("again", ["first", "mean", "tp=0"])
 @pytest.mark.parametrize("replicas", ["mean", "tp=1"])
-def test_a_universal_folder_of_decided_copies_can_be_converted_on(shared, tmp_path, replicas):
-    """Its model files still have the weights as the ranks had them."""
+def test_a_universal_folder_of_decided_copies_can_be_converted_on(
+    shared, tmp_path, replicas, again
+):
+    """Its model files still have the weights as the ranks had them, its master copies do not."""
     source = shared / "checkpoints" / "gptbigcode_tp2_z1"
-    api.convert(source, tmp_path / "universal", to="universal", replicas=replicas)
+    universal = tmp_path / "universal"
+    api.convert(source, universal, to="universal", replicas=replicas)
+    once = tmp_path / "once"
+    api.convert(source, once, to="deepspeed", tp=1, dp=1, zero=1, replicas=replicas)
 
-    findings = api.check(tmp_path / "universal").findings
-    report = api.convert(tmp_path / "universal", tmp_path / "out", states="all", replicas="first")
+    findings = api.check(universal).findings
+    with pytest.raises(ReplicaError):
+        api.convert(universal, tmp_path / "refused", states="all")
+    api.convert(universal, tmp_path / "all", states="all", replicas=again)
+    api.convert(universal, tmp_path / "weights", replicas=again)
 
     assert {finding.kind for finding in findings} == {"replica-drift"}
-    assert {finding.kind for finding in report.findings} <= {"replica-drift"}
+    assert api.check(tmp_path / "all").verdict == "ok"
+    assert restride.diff(once, tmp_path / "all").verdict == "same"
+    assert restride.diff(once, tmp_path / "weights", states="weights").verdict == "same"
