@@ -19,6 +19,7 @@ from restride.arrays.fingerprint import SCRATCH_NBYTES, finish
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.pairing import arrays_of, pair_arrays, tensors_by_name
 from restride.checkpoint.proofs import prove_catalog
+from restride.checkpoint.selection import require_states
 from restride.checkpoint.soundness import errors_in
 from restride.errors import BudgetError, CorruptError, PlanError
 from restride.executors.comparing import CompareWriter
@@ -176,6 +177,7 @@ def diff(
     """
     started = time.perf_counter()
     tolerance = _tolerance(rtol, atol)
+    require_states(states)
     first, second = open_catalogs(a, b, pp_tied=pp_tied)
     catalogs = first, second
     pairs, only_a, only_b = pair_arrays(*catalogs, states, rename)
@@ -250,6 +252,7 @@ def fingerprint(
     Cost:
         Every element is read once; twice where a weight is the master copy, rounded.
     """
+    require_states(states)
     (catalog,) = open_catalogs(path, pp_tied=pp_tied)
     errors = errors_in(catalog.findings, only_weights=states == "weights")
     if errors:

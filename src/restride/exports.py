@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Final
 from restride.checkpoint.hyperparameters import with_hyperparameters
 from restride.checkpoint.optimizer_scale import follow_scales
 from restride.checkpoint.output import Output, OutputFile
-from restride.checkpoint.selection import Export, cast_target, select_optimizer, select_weights
+from restride.checkpoint.selection import (
+    Export,
+    cast_target,
+    require_states,
+    select_optimizer,
+    select_weights,
+)
 from restride.errors import UnsupportedError
 from restride.formats._registry import open_training
 from restride.storage.model_files import read_hyperparameters
@@ -118,6 +124,8 @@ def _require_taken(wanted: Wanted) -> None:
         raise UnsupportedError(
             f"cannot write {wanted.to!r}", remedy=f"formats to write are {', '.join(_TAKEN)}"
         )
+    if wanted.states is not None:
+        require_states(wanted.states)
     # All states are what every format can have; the weights alone are not.
     is_all = wanted.states == "all"
     for option in fields(wanted)[2 if is_all else 1 :]:

@@ -15,7 +15,13 @@ import restride
 from restride import api, comparison
 from restride.arrays.fingerprint import finish
 from restride.checkpoint.fingerprints import fingerprints_to_json
-from restride.errors import BudgetError, ExecutionError, FormatError, PlanError
+from restride.errors import (
+    BudgetError,
+    ExecutionError,
+    FormatError,
+    PlanError,
+    UnsupportedError,
+)
 from restride.executors.events import NullObserver
 from restride.storage import fingerprint_files
 from restride.testing.command_line import SAMPLE
@@ -245,6 +251,18 @@ def test_names_are_matched_after_renaming(tmp_path):
 def test_a_tolerance_that_is_none_is_refused(tolerance):
     with pytest.raises(PlanError, match="a tolerance is a finite number"):
         restride.diff(SAMPLE, SAMPLE, **tolerance)
+
+
+@pytest.mark.parametrize("states", ["ALL", "weight", "", None])
+def test_states_that_are_none_mean_neither_of_the_two(states, tmp_path):
+    with pytest.raises(UnsupportedError, match="does not say which states are meant; say weights"):
+        restride.diff(SAMPLE, SAMPLE, states=states)
+    with pytest.raises(UnsupportedError, match="does not say which states are meant"):
+        restride.fingerprint(SAMPLE, states=states)
+    if states is not None:
+        with pytest.raises(UnsupportedError, match="does not say which states are meant"):
+            api.convert(SAMPLE, tmp_path / "out", states=states)
+        assert not (tmp_path / "out").exists()
 
 
 def test_progress_is_told_in_bytes_of_the_first_side(converted):

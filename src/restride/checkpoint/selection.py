@@ -22,6 +22,7 @@ __all__ = [
     "States",
     "Target",
     "cast_target",
+    "require_states",
     "select_optimizer",
     "select_weights",
 ]
@@ -33,6 +34,21 @@ COPIED: Final = "bytes"
 
 # What a cast can produce; everything else is copied or refused.
 _CAST_TARGETS: Final = ("float32", "bfloat16", "float16", "float64")
+
+
+def require_states(states: object) -> None:
+    """Refuse what does not say which states are meant: another word must not mean one of the two.
+
+    Raises:
+        UnsupportedError: It is neither ``"weights"`` nor ``"all"``.
+
+    Examples:
+        >>> require_states("all")
+    """
+    if states not in {"weights", "all"}:
+        raise UnsupportedError(
+            f"{states!r} does not say which states are meant", remedy="say weights or all"
+        )
 
 
 @dataclass(frozen=True, slots=True)
