@@ -20,10 +20,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record_deepspeed_checkpoints import BF16, gather, record
+from deepspeed_jobs import allow_fp16
+from record_deepspeed_checkpoints import BF16, FUSED, gather, look_up, record
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "data" / "deepspeed_pipeline"
 HIDDEN, VOCABULARY, INNER = 6, 11, 8
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 # Every run: ranks of each kind, and what the layers and the configuration have of their own.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -71,6 +73,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "layers": ("embed", "block", "block", "norm"),
         "config": {"zero_optimization": {"stage": 0}},
     },
+    # One master copy of each parameter; shapes do not tell which of the blocks is frozen.
+    "fp16_z0": {
+        "pp": 2,
+        "dp": 1,
+        "frozen": True,
+        "layers": ("embed", "block", "block", "norm"),
+        "config": {"zero_optimization": {"stage": 0}, **FP16},
+    },
+    # One flat buffer for each group, and nothing that says where a parameter begins.
+    "fp16_flat_z0": {
+        "pp": 2,
+        "dp": 1,
+        "tp": 2,
+        "groups": True,
+        "frozen": True,
+        "layers": ("embed", "block", "function", "block", "norm", "embed_as_head"),
+        "config": {"zero_optimization": {"stage": 0}, **FP16, **FUSED},
+        "whole": (r"^tied_modules\.embed\.weight$", r"^\d+\.scale$", r"^4\.weight$", r"^4\.bias$"),
+    },
     "tensor_z1": {
         "pp": 2,
         "dp": 1,
@@ -86,18 +107,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "config": {"zero_optimization": {"stage": 1}, **BF16},
     },
 }
-PATTERNS = {
-    "universal_checkpoint_version": 0.2,
-    "tp_replicated_parameter_patterns": [
-        r"^\d+\.norm\.weight$",
-        r"^\d+\.norm\.bias$",
-        r"^\d+\.down\.bias$",
-        r"^0\.weight$",
-        r"^3\.weight$",
-        r"^3\.bias$",
-    ],
-    "parameter_with_row_parallelism_patterns": [r"^\d+\.down\.weight$"],
-}
+# What tensor-parallel ranks have whole, beside what every block has so.
+WHOLE = (r"^0\.weight$", r"^3\.weight$", r"^3\.bias$")
+WHOLE_OF_BLOCKS = (r"^\d+\.norm\.weight$", r"^\d+\.norm\.bias$", r"^\d+\.down\.bias$")
 
 
 def build_layers(variant: dict[str, Any], tp_rank: int, group: Any) -> list[Any]:  # noqa: C901
@@ -195,6 +207,8 @@ def start(rank: int, variant: dict[str, Any]) -> tuple[Any, Any]:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
+    if "fp16" in variant["config"]:
+        allow_fp16()
     pp, dp, tp = variant["pp"], variant["dp"], variant.get("tp", 1)
     topology = (
         PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
@@ -214,7 +228,12 @@ def start(rank: int, variant: dict[str, Any]) -> tuple[Any, Any]:
         seed_layers=variant.get("method") != "parameters",
     )
     if tp > 1:
-        module.universal_checkpoint_info = PATTERNS
+        whole = [*WHOLE_OF_BLOCKS, *variant.get("whole", WHOLE)]
+        module.universal_checkpoint_info = {
+            "universal_checkpoint_version": 0.2,
+            "tp_replicated_parameter_patterns": whole,
+            "parameter_with_row_parallelism_patterns": [r"^\d+\.down\.weight$"],
+        }
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if variant.get("groups"):
         trained = [
@@ -275,6 +294,8 @@ def save_reference(engine: Any, place: Any, out: str) -> None:
             engine.optimizer._hp_optimizer_states_linked = False
             engine.optimizer._lazy_init_hp_params_optimizer_state()
         reference = gather(engine, ["exp_avg", "exp_avg_sq"])
+    elif hasattr(engine.optimizer, "fp16_groups"):
+        reference = look_up(engine, ["exp_avg", "exp_avg_sq"])
     else:
         state = engine.optimizer.state
         reference = {

@@ -20,7 +20,11 @@ def example(cell: str) -> Path:
 
 
 def told(cell: str) -> dict[str, tuple[int, ...]] | None:
-    return {} if "with `--pp-tied none`" in cell else None
+    _, option, said = cell.partition("with `--pp-tied ")
+    key, _, layers = said.rstrip("`").partition("=")
+    if not option:
+        return None
+    return {key: tuple(map(int, layers.split(",")))} if layers else {}
 
 
 @pytest.mark.parametrize("row", READ, ids=lambda row: row[2])

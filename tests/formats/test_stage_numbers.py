@@ -99,7 +99,7 @@ class Pipeline:
             shapes = list(self.trained(stage).values())
             split = [[s for s in shapes if len(s) in sizes] for sizes in groups or [{1, 2}]]
             slots = tuple(
-                tuple(Slot(f"a {shape}", frozenset({shape})) for shape in own)
+                tuple(Slot(f"a {shape}", frozenset({shape}), shape) for shape in own)
                 for own in split
                 if own
             )
@@ -210,7 +210,7 @@ def layers(*kinds: int) -> list[LayerShapes]:
 
 
 def stage(*shapes: tuple[int, ...], buffers: frozenset[str] = frozenset()) -> NumberedStage:
-    slots = tuple(Slot(f"a {shape}", frozenset({shape})) for shape in shapes)
+    slots = tuple(Slot(f"a {shape}", frozenset({shape}), shape) for shape in shapes)
     return NumberedStage(((slots,),), buffers)
 
 
@@ -270,7 +270,7 @@ def test_numbers_without_a_shape_are_those_of_all_layers_in_their_order():
 
 def test_what_muon_sorts_is_not_named_where_nothing_is_told():
     """A tied module is not at the first place then, and could be anywhere."""
-    slots = (Slot("a", frozenset({(5, 2)})), Slot("b", frozenset({(2, 2)})))
+    slots = (Slot("a", frozenset({(5, 2)}), (5, 2)), Slot("b", frozenset({(2, 2)}), (2, 2)))
     sorted_stage = NumberedStage(((slots,),), frozenset(), (0,))
 
     assert isinstance(number_stages(layers(0, 4), [sorted_stage], None), Unmatched)
@@ -340,7 +340,7 @@ def test_frozen_parameters_are_told_where_they_have_a_number_or_a_shape_of_their
     own = [LayerShapes(0, {"weight": ((2, 2),), "bias": ((2,),), "scale": ((2,),)})]
     apart = [LayerShapes(0, {"weight": ((2, 2),), "bias": ((2,),), "scale": ((3,),)})]
     order = (("0.weight", "0.bias", "0.scale"),)
-    slots = (*(Slot(f"a {s}", frozenset({s})) for s in BLOCK), Slot("frozen", None))
+    slots = (*(Slot(f"a {s}", frozenset({s}), s) for s in BLOCK), Slot("frozen", None))
 
     unknown = number_stages(own, [stage(*BLOCK)], {})
 
@@ -351,7 +351,7 @@ def test_frozen_parameters_are_told_where_they_have_a_number_or_a_shape_of_their
 
 
 def test_ranks_of_a_stage_number_the_same():
-    one = tuple(Slot(f"a {s}", frozenset({s})) for s in BLOCK)
+    one = tuple(Slot(f"a {s}", frozenset({s}), s) for s in BLOCK)
     ranks = NumberedStage(((one,), (one[:1],)), frozenset())
     own = [LayerShapes(0, {"weight": ((2, 2), (2, 2)), "bias": ((2,), (2,))})]
 

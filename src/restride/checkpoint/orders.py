@@ -27,9 +27,11 @@ def merged_order(by_rank: Sequence[Sequence[str]], module: Iterable[str] = ()) -
     Examples:
         >>> merged_order([["a", "d"], ["b", "d"]], "abcd")
         ('a', 'b', 'd')
+        >>> merged_order([])
+        ()
     """
     if all(names == by_rank[0] for names in by_rank):
-        return tuple(by_rank[0])
+        return tuple(by_rank[0]) if by_rank else ()
     places = {name: place for place, name in enumerate(module)}
     after: dict[str, set[str]] = {name: set() for names in by_rank for name in names}
     waits = dict.fromkeys(after, 0)

@@ -87,6 +87,8 @@ def copied(tmp_path):
         ("fp32_z0", {"pp_tied": {}}),
         ("fp32_tied_z0", {"pp_tied": HEAD}),
         ("fp32_tensor_z0", {"pp_tied": {}}),
+        ("fp16_z0", {"pp_tied": {}}),
+        ("fp16_flat_z0", {"pp_tied": HEAD}),
     ],
 )
 def test_for_the_same_ranks_every_file_holds_what_the_engine_wrote(name, options, tmp_path):
@@ -340,24 +342,70 @@ def test_a_checkpoint_with_names_takes_no_ties_where_they_change_nothing(tmp_pat
             api.convert(RECORDED / "tied_z1", tmp_path / "out", to=to, pp_tied=HEAD)
 
 
-def test_flat_groups_of_pipelines_are_copies_of_which_nothing_says_where_they_begin(copied):
-    folder = copied("fp32_z0")
-    for mp in range(2):
+@pytest.mark.parametrize(
+    ("name", "ties", "options"),
+    [
+        ("fp16_z0", {}, {"pp": 1, "zero": 0}),
+        ("fp16_z0", {}, {"pp_layers": [0, 1, 3], "zero": 1, "dp": 2}),
+        ("fp16_flat_z0", HEAD, {"pp_layers": [0, 3, 4], "zero": 0}),
+        ("fp16_flat_z0", HEAD, {"pp": 1, "tp": 1, "zero": 0}),
+        ("fp16_flat_z0", HEAD, {"zero": 1, "dp": 2}),
+    ],
+)
+def test_states_in_fp16_without_zero_go_to_other_stages_and_stages_of_zero(
+    name, ties, options, tmp_path
+):
+    """Which layers are frozen is told by what master weights round to."""
+    told = {key: tuple(numbers) for key, numbers in ties.items()}
+    expected = gather_all(open_catalog(RECORDED / name, pp_tied=told))
 
-        def joined(root: Any) -> None:
-            base = root["optimizer"]
-            count = sum(len(group["params"]) for group in base["param_groups"])
-            flat = Array("float32", (count,), bytes(4 * count))
-            base["param_groups"][0]["params"] = [0]
-            wrapped = {"state": {}, "param_groups": base["param_groups"]}
-            root["optimizer"] = {"optimizer_state_dict": wrapped, "fp32_groups_flat": [flat]}
+    out = converted(RECORDED / name, tmp_path / "out", pp_tied=ties, **options)
 
-        edit_file(folder / "step" / f"mp_rank_{mp:02d}_model_states.pt", joined)
+    found = gather_all(open_catalog(out, pp_tied=None if options["zero"] else told))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[key], array) for key, array in expected.items())
+    assert len([key for key in found if key.endswith("/exp_avg_sq")]) >= 14
 
-    catalog = api.open(folder)
+
+def test_flat_groups_of_weights_that_are_not_theirs_are_left_out_with_the_place(copied):
+    """They were averaged before saving, or are of another save."""
+    folder = copied("fp16_flat_z0")
+    layer = folder / "step" / "layer_03-model_01-model_states.pt"
+    edit_file(layer, lambda root: root.update({"up.bias": Array("float16", (4,), bytes(8))}))
+
+    catalog = open_catalog(folder, pp_tied={"embed": (0, 5)})
 
     assert [finding.kind for finding in catalog.findings] == ["unmatched-states"]
-    assert "saved as copies, which do not say where one begins" in catalog.findings[0].message
+    assert "step/mp_rank_03_model_states.pt: optimizer['fp32_groups_flat'][1] has" in str(
+        catalog.findings[0].message
+    )
+    assert "rounds to no weight of a layer" in catalog.findings[0].message
+    assert {state for tensor in catalog.tensors for state in tensor.states} == {"weight"}
+
+
+def test_flat_groups_are_found_where_the_optimizer_was_told_the_names(copied):
+    """Frozen parameters are among them: a wrapper takes them out of the group alone."""
+    folder = copied("fp16_flat_z0")
+    catalog = open_catalog(folder, pp_tied={"embed": (0, 5)})
+    expected = gather_all(catalog)
+    stages = open_training(catalog).pipeline.stages
+    for mp in range(4):
+        own = stages[mp // 2]
+
+        def name(root: Any, own: Any = own) -> None:
+            entries = root["optimizer"]["optimizer_state_dict"]["param_groups"]
+            for stored, group in zip(entries, own.groups, strict=True):
+                frozen = (
+                    [n for n in own.names if n.endswith("scale")] if stored is entries[1] else []
+                )
+                stored["param_names"] = [*group.names, *frozen]
+
+        edit_file(folder / "step" / f"mp_rank_{mp:02d}_model_states.pt", name)
+
+    found = gather_all(api.open(folder))
+
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[key], array) for key, array in expected.items())
 
 
 def refused(source: Path, out: Path, *words: str, **options: Any) -> None:

@@ -49,10 +49,12 @@ class Slot:
     Attributes:
         label: What it is called in errors.
         tokens: What it may be the token of; None where it keeps nothing that tells.
+        shape: The shape of its parameter, where that is known.
     """
 
     label: str
     tokens: frozenset[Hashable] | None
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,11 @@ def _read_stage(
         elif _is_flat(model.optimizer):
             model = replace(model, optimizer=None)
         elif layers is not None and layers.elsewhere and model.optimizer is not None:
-            elsewhere = {name: own[tp].shape for name, own in layers.elsewhere.items()}
+            elsewhere = {
+                name: own[tp].shape
+                for name, own in layers.elsewhere.items()
+                if name not in model.buffer_names
+            }
             model = replace(model, param_shapes=(elsewhere,))
         models.setdefault(tp, model)
         if file.dp is not None:

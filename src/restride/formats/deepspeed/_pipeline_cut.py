@@ -14,7 +14,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from restride.checkpoint.catalog import Finding
 from restride.errors import UnsupportedError
@@ -31,12 +31,15 @@ from restride.formats.deepspeed._stage_muon import (
 from restride.wording import counted, which
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from restride.checkpoint.training import ParameterGroup, Pipeline, PipelineLayer, Training
     from restride.formats.deepspeed.stage_cut import PartitionMethod, StageCut
 
-__all__ = ["CutStages", "TargetStage", "cut_stages", "require_known_ties"]
+__all__ = ["CutStages", "OptimizerForm", "TargetStage", "cut_stages", "require_known_ties"]
+
+OptimizerForm: TypeAlias = Literal["bare", "wrapped", "zero"]
+"""The class of the engine: the optimizer itself, a wrapper of it, or one of ZeRO."""
 
 _MOST_SHOWN: Final = 16
 # The method takes the square of the layers times the stages; no pipeline comes near.
@@ -81,6 +84,8 @@ def cut_stages(
     numels: Callable[[str], Sequence[int]],
     cuts: Cuts,
     where: str,
+    *,
+    form: OptimizerForm,
 ) -> CutStages:
     """Deal the layers of a pipeline out to the stages of a target.
 
@@ -93,6 +98,8 @@ def cut_stages(
             is no parameter.
         cuts: How tensor-parallel ranks cut each parameter.
         where: The checkpoint, for errors.
+        form: Which class loads what is written. The optimizer itself numbers all that it is given:
+            a group of frozen parameters and of those without elements is not empty then.
 
     Raises:
         UnsupportedError: Nothing tells what a stage has, or what is said does not fit.
@@ -101,7 +108,7 @@ def cut_stages(
         KnownLayers(pipeline, cut.tied, where)  # what is told has to be so all the same
         return _kept(pipeline, cuts, where)
     require_known_ties(pipeline, where)
-    return _Cutter(training, pipeline, cut, count, numels, cuts, where).run()
+    return _Cutter(training, pipeline, cut, count, numels, cuts, where, form=form).run()
 
 
 def require_known_ties(pipeline: Pipeline, where: str) -> None:
@@ -188,6 +195,8 @@ class _Cutter:
         numels: Callable[[str], Sequence[int]],
         cuts: Cuts,
         where: str,
+        *,
+        form: OptimizerForm,
     ) -> None:
         self._groups = training.groups
         self._pipeline = pipeline
@@ -196,12 +205,14 @@ class _Cutter:
         self._numels = numels
         self._cuts = cuts
         self._where = where
+        self._form = form
         self._known = KnownLayers(pipeline, cut.tied, where)
         self._trained = {name for group in training.groups for name in group.names}
 
     def run(self) -> CutStages:
         """Deal everything out."""
         self._require_module_order()
+        self._require_trained()
         if len(self._groups) > 1:
             require_one_order([stage.groups for stage in self._pipeline.stages], self._where)
         starts, how = self._starts()
@@ -211,7 +222,36 @@ class _Cutter:
         }
         stages = tuple(self._stage(number, starts, holders) for number in range(self._count))
         note = Finding("note", "stages", _told(starts, how), "", {"starts": list(starts)})
-        return CutStages(stages, (note,) if self._count > 1 else ())
+        notes = (note,) if self._count > 1 else ()
+        return CutStages(stages, (*notes, *self._unsure(stages)))
+
+    def _unsure(self, stages: Sequence[TargetStage]) -> Iterator[Finding]:
+        """Tell of stages that have another group if what is not trained was given to it.
+
+        A wrapper has no number for it, and its group is there all the same; the optimizer itself
+        has one, of which nothing tells what it is.
+        """
+        for number, group in enumerate(self._groups):
+            if self._form == "bare" and not group.names and group.listed is None:
+                yield Finding(
+                    "warning",
+                    "numbering",
+                    f"parameter group {number} numbers parameters that have no state, and nothing "
+                    "says which they are: it is left out, so resume with an optimizer that is not "
+                    "given them",
+                )
+        for stage in stages if self._form == "wrapped" else ():
+            own = {name for layer in stage.layers for name in layer.names if self._numels(name)}
+            others = sorted(own - self._trained)
+            if others and len(stage.groups) < len(self._groups):
+                yield Finding(
+                    "warning",
+                    "numbering",
+                    f"stage {stage.number} has {len(stage.groups)} of "
+                    f"{counted(len(self._groups), 'parameter group')}: resume with an optimizer "
+                    f"that is not given what is not trained there, such as {others[0]!r}, or an "
+                    "engine may look for more",
+                )
 
     def _stage(
         self, number: int, starts: Sequence[int], holders: Mapping[str, frozenset[int]]
@@ -234,8 +274,9 @@ class _Cutter:
             )
             for group in self._groups
             if (members := self._sorted((name for name in group.names if name in names), tied))
+            or self._has_frozen(group, names, tied)
         )
-        if not groups:
+        if not any(group.names for group in groups):
             raise UnsupportedError(
                 f"stage {number} of {self._count} would have no parameter to train (layers "
                 f"{starts[number]} to {self._stop(number, starts) - 1})",
@@ -245,6 +286,12 @@ class _Cutter:
             )
         source = number * len(self._pipeline.stages) // self._count
         return TargetStage(number, source, frozenset(names), groups, layers)
+
+    def _has_frozen(
+        self, group: ParameterGroup, names: Collection[str], tied: Sequence[str]
+    ) -> bool:
+        """Whether a script gives parameters of a group to the optimizer that are not trained."""
+        return self._form == "bare" and bool(self._listed(group, names, tied))
 
     def _sorted(self, names: Iterable[str], tied: Sequence[str]) -> tuple[str, ...]:
         return tuple(sorted(names, key=self._key(tied)))
@@ -309,6 +356,21 @@ class _Cutter:
                             where=self._where,
                             remedy="keep the stages of the source, or convert with --to universal",
                         )
+
+    def _require_trained(self) -> None:
+        """Refuse groups of which it is not known what stages they are on.
+
+        A wrapper leaves frozen parameters out, and the group where a script gave it these alone.
+        """
+        for number, stage in enumerate(self._pipeline.stages):
+            for place, group in enumerate(stage.groups):
+                if self._form == "wrapped" and not group.names:
+                    raise UnsupportedError(
+                        f"parameter group {place} of stage {number} has no parameter that is "
+                        "trained: nothing says on which stages of another cut it is",
+                        where=self._where,
+                        remedy="keep the stages of the source, or choose --zero 1",
+                    )
 
     def _starts(self) -> tuple[tuple[int, ...], str]:
         """First layer of each stage, and who says so."""

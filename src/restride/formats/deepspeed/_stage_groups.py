@@ -54,7 +54,8 @@ def merged_groups(stages: Sequence[_Groups], order: Iterable[str], where: str) -
         held = [groups[key] for groups in keyed if key in groups]
         _require_alike(held, where)
         names = merged_order([group.names for group in held], known)
-        merged.append(replace(held[0], names=names, listed=_listed(held, known)))
+        first = next((group for group in held if group.names), held[0])
+        merged.append(replace(first, names=names, listed=_listed(held, known)))
     return tuple(merged)
 
 
@@ -104,14 +105,14 @@ def _listed(groups: Sequence[ParameterGroup], order: Iterable[str]) -> tuple[str
 
 def _require_alike(groups: Sequence[ParameterGroup], where: str) -> None:
     """What a group has once must be the same on all stages: it is written once."""
-    first = groups[0]
+    trained = [group for group in groups if group.names]  # the others have no step
     with FilePool() as pool:
-        texts = [_text(group.numbers, pool) for group in groups]
-    for group, text in zip(groups, texts, strict=True):
+        texts = [_text(group.numbers, pool) for group in trained]
+    for group, text in zip(trained, texts, strict=True):
         if text != texts[0]:
             raise UnsupportedError(
                 f"the parameter group of {group.names[0]!r} has {_shown(group)}, on another "
-                f"pipeline stage that of {first.names[0]!r} has {_shown(first)}",
+                f"pipeline stage that of {trained[0].names[0]!r} has {_shown(trained[0])}",
                 where=where,
                 remedy="convert a checkpoint whose parameters were all trained alike",
             )

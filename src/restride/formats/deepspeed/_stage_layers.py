@@ -135,10 +135,9 @@ class KnownLayers:
         """The stages that have each tied module; modules in the order of their first stage."""
         found: dict[str, list[int]] = {}
         for number, stage in enumerate(self.pipeline.stages):
-            orders = [
-                [*dict.fromkeys(prefix for name in group.names if (prefix := tied_prefix(name)))]
-                for group in stage.groups
-            ]
+            # A frozen module is among what was given to the optimizer alone.
+            given = [group.listed or group.names for group in stage.groups]
+            orders = [[*dict.fromkeys(filter(None, map(tied_prefix, own)))] for own in given]
             own = [layer.prefix for layer in self.pipeline.layers if layer.stage == number]
             names = [prefix for name in stage.names if (prefix := tied_prefix(name))]
             names += [prefix for prefix in own if prefix.startswith(TIED)]

@@ -6,7 +6,8 @@ not which layers they are of. A module has its tied modules first, in the order 
 and then its layers, and stages are runs of layers. So once it is told which layers are tied, every
 cut of the layers into stages is tried, and all that fit have to give every number the same name.
 Frozen parameters may have no number: a run of layers with more parameters than a stage numbers
-fits as well, and which of them are trained is only known where shapes tell.
+fits as well, and which of them are trained is only known where shapes tell, or in half precision
+what the master weights round to.
 
 Where nothing is told, every module may be tied: to a layer of the stage, or to one that uses it
 through a function and has no file. The numbers are named where no module but the next one of the
@@ -28,7 +29,7 @@ from restride.formats.deepspeed._stage_proof import Tied, Tokens, none_can_be_ti
 from restride.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     from restride.algebra.layout import Shape
 
@@ -54,10 +55,12 @@ class LayerShapes:
     Attributes:
         number: Its place among all layers.
         shapes: By name in its file, the shape on each tensor-parallel rank.
+        tokens: By name, what identifies it on each of them; empty where that is the shape.
     """
 
     number: int
     shapes: Mapping[str, tuple[Shape, ...]]
+    tokens: Mapping[str, tuple[Hashable, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +85,14 @@ class NumberedStage:
     @property
     def shapes(self) -> Counter[Shape | None]:
         """How much of each shape is numbered at least, and under None how much in all."""
-        known = (_shape(slot) for group in self.ranks[0] for slot in group)
+        known = (slot.shape for group in self.ranks[0] for slot in group)
         return Counter({None: self.count}) + Counter(own for own in known if own is not None)
 
     @property
     def has_shapes(self) -> bool:
         """Whether there is one group on all ranks, and its shapes are known."""
         return all(
-            len(groups) == 1 and all(_shape(slot) is not None for slot in groups[0])
+            len(groups) == 1 and all(slot.shape is not None for slot in groups[0])
             for groups in self.ranks
         )
 
@@ -139,7 +142,7 @@ def number_stages(
 
     Examples:
         >>> shapes = [LayerShapes(0, {"weight": ((5, 2),)}), LayerShapes(2, {"weight": ((2,),)})]
-        >>> table, norm = (Slot("0", frozenset({s})) for s in ((5, 2), (2,)))
+        >>> table, norm = (Slot("0", frozenset({s}), s) for s in ((5, 2), (2,)))
         >>> none = frozenset()
         >>> plain = [NumberedStage((((table,),),), none), NumberedStage((((norm,),),), none)]
         >>> number_stages(shapes, plain, None)
@@ -169,17 +172,23 @@ def _way(spans: Sequence[Sequence[_Span]]) -> Iterator[_Span]:
 
 @dataclass(slots=True)
 class _Module:
-    """A layer with a file, or a tied module of several layers."""
+    """A layer with a file, or a layer that uses a tied module, with its own copy or another one."""
 
-    number: int
     prefix: str
-    shapes: Mapping[str, tuple[Shape, ...]]
-    tokens: Tokens = ()
+    layer: LayerShapes
+    has_file: bool = True
+    shapes: Tokens = ()
     counted: Counter[_Key] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.tokens = tuple(self.shapes.values())
-        self.counted = Counter({None: len(self.tokens)}) + Counter(own[0] for own in self.tokens)
+        self.shapes = tuple(self.layer.shapes.values())
+        self.counted = Counter({None: len(self.shapes)}) + Counter(own[0] for own in self.shapes)
+
+    def candidates(self, tp: int) -> Iterator[Candidate]:
+        """Its parameters on a tensor-parallel rank."""
+        for key, shapes in self.layer.shapes.items():
+            token = self.layer.tokens[key][tp] if self.layer.tokens else shapes[tp]
+            yield Candidate(f"{self.prefix}{key}", token, shape=shapes[tp])
 
 
 class _Places:
@@ -208,29 +217,35 @@ class _Search:
         self._told = told
         self._files = {layer.number: layer for layer in layers}
         uses = {number: key for key, numbers in (told or {}).items() for number in numbers}
-        tied = {key: self._tied(key, numbers) for key, numbers in (told or {}).items()}
         self._modules = {
-            layer.number: _Module(layer.number, f"{layer.number}.", layer.shapes)
+            layer.number: _Module(f"{layer.number}.", layer)
             for layer in layers
             if layer.shapes and layer.number not in uses
         }
-        self._modules |= {
-            number: module for number, key in uses.items() if (module := tied[key]) is not None
-        }
+        for key, numbers in (told or {}).items():
+            self._modules |= self._tied(key, numbers)
         self._numbers = sorted(self._modules)
-        named = chain.from_iterable(stage.buffers for stage in stages)
-        first = {name.partition(".")[0] for name in named}
-        self._apart = {int(text) for text in first if text.isdecimal() and len(text) < _MOST_DIGITS}
+        # Layers that are not tied, and the stage that says so.
+        self._apart = {
+            int(text): number
+            for number, stage in enumerate(stages)
+            for text in {name.partition(".")[0] for name in stage.buffers}
+            if text.isdecimal() and len(text) < _MOST_DIGITS
+        }
         self._needed = [stage.shapes for stage in stages]
         self._needs = _Places(self._needed)
         self._holds = _Places([self._modules[number].counted for number in self._numbers])
         self._steps = 0
 
-    def _tied(self, key: str, numbers: Sequence[int]) -> _Module | None:
-        for number in numbers:
-            if number in self._files:
-                return _Module(number, f"{TIED}{key}.", self._files[number].shapes)
-        return None
+    def _tied(self, key: str, numbers: Sequence[int]) -> dict[int, _Module]:
+        """A tied module in all layers that use it: where it has no file, the first copy of all."""
+        prefix = f"{TIED}{key}."
+        stored = [self._files[number] for number in numbers if number in self._files]
+        return {
+            number: _Module(prefix, self._files.get(number, stored[0]), number in self._files)
+            for number in numbers
+            if stored
+        }
 
     def problem(self) -> Unmatched | None:
         """What is told and is not so, or is not told and has to be."""
@@ -258,7 +273,7 @@ class _Search:
                     f"layers {stored[0].number} and {other.number} are said to use {key!r}, and "
                     "have different parameters"
                 )
-        wrong = sorted(self._apart.intersection(numbers))
+        wrong = sorted({*self._apart}.intersection(numbers))
         if wrong:
             return Unmatched(
                 f"layer {wrong[0]} is said to use {key!r}, and has buffers under its own name"
@@ -357,12 +372,17 @@ class _Search:
         modules: dict[str, _Module] = {}
         for end in range(begin, len(self._numbers) + 1):
             if end > begin:
-                module = self._modules[self._numbers[end - 1]]
+                number = self._numbers[end - 1]
+                if self._apart.get(number, stage) != stage:
+                    return
+                module = self._modules[number]
                 self._count(1 + len(module.counted))
                 if not all(self._leaves(stage, end, key) for key in module.counted):
                     return  # nor do longer runs
-                if module.prefix not in modules:
+                held = modules.get(module.prefix)
+                if held is None or (module.has_file and not held.has_file):
                     modules[module.prefix] = module
+                if held is None:
                     unmet -= sum(0 < missing[key] <= n for key, n in module.counted.items())
                     missing.subtract(module.counted)
             if not unmet:
@@ -373,19 +393,19 @@ class _Search:
         return self._holds.count(key, end) >= self._needs.count(key, stage + 1)
 
     def _span(self, stage: int, begin: int, end: int, modules: Sequence[_Module]) -> _Span:
-        named = {f"{m.prefix}{key}": own for m in modules for key, own in m.shapes.items()}
-        self._count(len(named) * len(self._stages[stage].ranks))
-        fit = self._fit(stage, named)
+        order = tuple(f"{m.prefix}{key}" for m in modules for key in m.layer.shapes)
+        self._count(len(order) * len(self._stages[stage].ranks))
+        fit = self._fit(stage, modules)
         if isinstance(fit, Unmatched):
-            return _Span(begin, end, tuple(named), None, fit.reason)
-        return _Span(begin, end, tuple(named), fit)
+            return _Span(begin, end, order, None, fit.reason)
+        return _Span(begin, end, order, fit)
 
-    def _fit(self, stage: int, named: Mapping[str, tuple[Shape, ...]]) -> _Names | Unmatched:
-        """The names of what is numbered, if the module has these, in this order."""
+    def _fit(self, stage: int, modules: Sequence[_Module]) -> _Names | Unmatched:
+        """The names of what is numbered, if the stage has these modules, in this order."""
         slots = self._stages[stage]
         found: set[_Names] = set()
         for tp, groups in enumerate(slots.ranks):
-            candidates = [Candidate(name, own[tp], shape=own[tp]) for name, own in named.items()]
+            candidates = [own for module in modules for own in module.candidates(tp)]
             matched = match(candidates, groups, [None] * len(groups), slots.by_muon)
             if not isinstance(matched, Matched):
                 return matched
@@ -396,14 +416,14 @@ class _Search:
 
     def is_proved(self, way: Sequence[_Span]) -> bool:
         """Whether nothing but what nothing is tied in fits."""
-        if self._apart.issuperset(self._modules):
+        if self._apart.keys() >= self._modules.keys():
             return True
         stages: list[list[Tied]] = []
         for stage, span in zip(self._stages, way, strict=True):
             if not stage.has_shapes or stage.by_muon or span.names != (span.order,):
                 return False
             own = self._numbers[span.begin : span.end]
-            stages.append([Tied(self._modules[n].tokens, n not in self._apart) for n in own])
+            stages.append([Tied(self._modules[n].shapes, n not in self._apart) for n in own])
         return none_can_be_tied(stages)
 
     def _count(self, steps: int) -> None:
@@ -437,9 +457,3 @@ def _trained_alike(stages: Sequence[Sequence[_Span]]) -> list[list[_Span]]:
 def _ordered(modules: Mapping[str, _Module]) -> list[_Module]:
     """Modules as a stage has them: the tied ones first."""
     return sorted(modules.values(), key=lambda module: not module.prefix.startswith(TIED))
-
-
-def _shape(slot: Slot) -> Shape | None:
-    """The one shape that a slot may have."""
-    found = next(iter(slot.tokens), None) if slot.tokens else None
-    return found if isinstance(found, tuple) else None

@@ -2,33 +2,37 @@
 
 Its optimizer is in the model files, with numbers. An optimizer that was given named_parameters()
 has the names beside them; else `number_stages` finds out what they are, with the ties of layers
-that a user tells, or because nothing else is possible.
+that a user tells, or because nothing else is possible. Of flat buffers it is found out first where
+parameters begin (`_stage_flat`): from then on they are numbers as any others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from restride.errors import UnsupportedError
-from restride.formats.deepspeed._numbering import Slot, Unmatched
+from restride.formats.deepspeed._numbering import Unmatched
+from restride.formats.deepspeed._stage_flat import FlatCutter, parts_of
 from restride.formats.deepspeed._stage_layers import TIED, tied_prefix
 from restride.formats.deepspeed._stage_numbers import LayerShapes, NumberedStage, number_stages
+from restride.formats.deepspeed._stage_values import LayerWeights
 from restride.formats.deepspeed._whole_file import read_whole_file
+from restride.formats.deepspeed._witness import Witness
+from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from restride.checkpoint.values import StoredTensor
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._layers import OpenedLayer
+    from restride.formats.deepspeed._stage_flat import FlatCut
     from restride.formats.deepspeed._whole_file import WholeFile
 
 __all__ = ["StageNames", "name_stages"]
 
-_COPIED = (
-    "DeepSpeed's fused Adam joins the parameters of a group, and the layers of a pipeline are "
-    "saved as copies, which do not say where one begins"
-)
+_Cuts: TypeAlias = "tuple[tuple[tuple[FlatCut, ...], ...], ...]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +46,17 @@ class StageNames:
         tied_to: Where ties are told, the key of its module for each layer that shares one.
         are_ties_known: Whether the names of tied modules are what they are called. Where it is only
             proved that no number is another one, the first module of a stage may be tied, too.
+        cuts: For each stage and tensor-parallel rank where parameters begin in each flat buffer.
+        is_stepped: Whether the optimizer of any stage has a state: all of them step together, and
+            what has none on a stage is frozen.
     """
 
     stages: tuple[tuple[str, ...], ...] = ()
     problem: str | None = None
     tied_to: Mapping[int, str] | None = None
     are_ties_known: bool = True
+    cuts: _Cuts = ()
+    is_stepped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +86,29 @@ def name_stages(
     """
     ranks = [_read(roots) for roots in stages]
     files = [file for own in ranks for file in own.files]
-    if any(file.kind == "flat" for file in files):
-        return StageNames(problem=_COPIED)
+    is_stepped = any(file.is_stepped for file in files)
+    buffers = frozenset().union(*(own.buffers for own in ranks))
     tied_to = None
     if told is not None:
         tied_to = {number: key for key, numbers in told.items() for number in numbers}
-    told_names = [names for file in files for names in file.names]
-    if all(names is not None and all(map(_is_of_layer, names)) for names in told_names):
-        return StageNames(tuple(_named(own) for own in ranks))
-    buffers = frozenset().union(*(own.buffers for own in ranks))
     shapes = [_shapes(layer, buffers, tied_to or {}) for layer in layers]
-    found = number_stages(shapes, [_numbered(own) for own in ranks], told)
+    weights = LayerWeights(layers, shapes)
+    with FilePool() as pool:
+        witness = Witness(pool)
+        cuts = _cut(ranks, weights, witness)
+        if isinstance(cuts, Unmatched):
+            return StageNames(problem=cuts.reason)
+        told_names = [names for file in files for names in file.names]
+        if all(names is not None and all(map(_is_of_layer, names)) for names in told_names):
+            listed = tuple(_named(own) for own in ranks)
+            return StageNames(listed, cuts=cuts, is_stepped=is_stepped)
+        ranks = [_parted(*own) for own in zip(ranks, cuts, strict=True)]
+        found = number_stages(shapes, [_numbered(own, weights) for own in ranks], told)
+        if told is not None and isinstance(found, Unmatched) and files[0].kind != "bare":
+            numbered = [_numbered(own, weights, witness) for own in ranks]
+            found = number_stages(weights.identified(witness), numbered, told)
     if not isinstance(found, Unmatched):
-        return StageNames(found, None, tied_to, told is not None)
+        return StageNames(found, None, tied_to, told is not None, cuts, is_stepped)
     if told is not None:
         raise UnsupportedError(
             found.reason,
@@ -134,16 +153,48 @@ def _shapes(layer: OpenedLayer, buffers: frozenset[str], tied_to: Mapping[int, s
     )
 
 
-def _numbered(ranks: _Ranks) -> NumberedStage:
+def _cut(ranks: Sequence[_Ranks], weights: LayerWeights, witness: Witness) -> _Cuts | Unmatched:
+    """Find out where parameters begin in the flat buffers of all stages."""
+    if all(file.kind != "flat" for own in ranks for file in own.files):
+        return tuple(tuple(() for _ in own.files) for own in ranks)
+    cutters = [FlatCutter(weights.on(tp), witness) for tp in range(len(ranks[0].files))]
+    made: list[tuple[tuple[FlatCut, ...], ...]] = []
+    for own in ranks:
+        cuts: list[tuple[FlatCut, ...]] = []
+        for file, cutter in zip(own.files, cutters, strict=True):
+            cut = _cut_file(file, cutter)
+            if isinstance(cut, Unmatched):
+                return cut
+            cuts.append(cut)
+        made.append(tuple(cuts))
+    return tuple(made)
+
+
+def _cut_file(file: WholeFile, cutter: FlatCutter) -> tuple[FlatCut, ...] | Unmatched:
+    cuts: list[FlatCut] = []
+    for (entry,) in file.groups if file.kind == "flat" else ():
+        cut = cutter.cut(cast("StoredTensor", entry.master))  # each buffer is one of masters
+        if isinstance(cut, Unmatched):
+            return Unmatched(f"{entry.where} {cut.reason}")
+        cuts.append(cut)
+    return tuple(cuts)
+
+
+def _parted(ranks: _Ranks, cuts: Sequence[Sequence[FlatCut]]) -> _Ranks:
+    """The same where every parameter in a flat buffer has a number."""
+    files = (
+        replace(file, groups=parts_of(file.groups, own)) if file.kind == "flat" else file
+        for file, own in zip(ranks.files, cuts, strict=True)
+    )
+    return replace(ranks, files=tuple(files))
+
+
+def _numbered(
+    ranks: _Ranks, weights: LayerWeights, witness: Witness | None = None
+) -> NumberedStage:
     return NumberedStage(
         tuple(
-            tuple(
-                tuple(
-                    Slot(f"number {e.number}", None if e.shape is None else frozenset({e.shape}))
-                    for e in group
-                )
-                for group in file.groups
-            )
+            tuple(tuple(weights.slot(entry, witness) for entry in group) for group in file.groups)
             for file in ranks.files
         ),
         ranks.buffers,

@@ -188,7 +188,8 @@ def replicas_of(entries: Mapping[int, StateEntry], outer: Mesh, where: str) -> S
     """Describe one array that several groups of ranks hold, each in its own way.
 
     Args:
-        entries: What each group holds, by its rank on `outer`. The other groups hold nothing.
+        entries: What each group holds, by its rank on `outer`. The other groups hold nothing, and
+            those that store fewer copies, on an outermost axis, nothing in the place of the others.
         outer: The groups. Their ranks are further apart than those inside them.
         where: Tensor, for errors.
 
@@ -198,7 +199,7 @@ def replicas_of(entries: Mapping[int, StateEntry], outer: Mesh, where: str) -> S
     first = next(iter(entries.values()))
     if outer.size == 1:
         return first
-    inner = first.layout.mesh
+    inner = max((entry.layout.mesh for entry in entries.values()), key=lambda mesh: mesh.size)
     for entry in entries.values():
         if (entry.dtype, entry.layout.full_shape) != (first.dtype, first.layout.full_shape):
             raise CorruptError(
@@ -206,27 +207,31 @@ def replicas_of(entries: Mapping[int, StateEntry], outer: Mesh, where: str) -> S
                 f"{first.dtype} of shape {first.layout.full_shape} in another",
                 where=where,
             )
-    none = Layout(inner, (0,), ((inner.size, (0,)),), ())
-    held = [entries[group].layout if group in entries else none for group in range(outer.size)]
+    held = [entries[group].layout if group in entries else None for group in range(outer.size)]
+    missing = [inner.size - (own.rank_count if own else 0) for own in held]
     layout = Layout(
         Mesh((*outer.axes, *inner.axes)),
         first.layout.full_shape,
-        tuple(run for own in held for run in own.shard_shapes),
+        tuple(
+            run
+            for own, lacks in zip(held, missing, strict=True)
+            for run in (*(own.shard_shapes if own else ()), *(((lacks, (0,)),) if lacks else ()))
+        ),
         tuple(
             replace(piece, rank_base=piece.rank_base + group * inner.size)
             for group, own in enumerate(held)
-            for piece in own.all_pieces
+            for piece in (own.all_pieces if own else ())
         ),
         tuple(
             replace(padding, rank_base=padding.rank_base + group * inner.size)
             for group, own in enumerate(held)
-            for padding in own.padding
+            for padding in (own.padding if own else ())
         ),
     )
     regions = tuple(
         region
-        for group in range(outer.size)
-        for region in (entries[group].regions if group in entries else (None,) * inner.size)
+        for group, lacks in enumerate(missing)
+        for region in (*(entries[group].regions if group in entries else ()), *((None,) * lacks))
     )
     return StateEntry(first.dtype, canonicalize(layout), regions)
 

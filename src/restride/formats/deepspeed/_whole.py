@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._run import Run
+    from restride.formats.deepspeed._stage_optimizers import StageNames
     from restride.formats.deepspeed._whole_experts import ExpertRanks
     from restride.formats.deepspeed._whole_file import WholeFile
     from restride.formats.deepspeed._whole_match import Owned
@@ -166,22 +167,25 @@ def _sources(
         _source(model, _read(model, model.optimizer, first), aliases, {}) for model in run.models
     ]
     if run.names is not None and run.names.stages:
-        sources = [_of_stage(run, tp, source) for tp, source in enumerate(sources)]
+        sources = [_of_stage(run, run.names, tp, source) for tp, source in enumerate(sources)]
     return mesh, sources
 
 
-def _of_stage(run: Run, tp: int, source: Source) -> Source:
+def _of_stage(run: Run, names: StageNames, tp: int, source: Source) -> Source:
     """What a stage of a pipeline may own, in the order of its module.
 
     A tied module that it uses through a function is in the files of another stage.
     """
     elsewhere = {
-        name: Weight((shards[tp],), is_elsewhere=True) for name, shards in run.elsewhere.items()
+        name: Weight((shards[tp],), is_elsewhere=True)
+        for name, shards in run.elsewhere.items()
+        if name not in source.model.buffer_names
     }
     known = {**source.weights, **elsewhere}
-    names = run.names.stages[run.pipe] if run.names else ()
-    ordered = {name: known[name] for name in dict.fromkeys([*names, *known]) if name in known}
-    return replace(source, weights=ordered)
+    order = dict.fromkeys([*names.stages[run.pipe], *known])
+    ordered = {name: known[name] for name in order if name in known}
+    cuts = names.cuts[run.pipe][tp] if names.cuts else ()
+    return replace(source, weights=ordered, cuts=cuts, is_stepped=names.is_stepped)
 
 
 def _source(

@@ -95,6 +95,11 @@ class WholeFile:
     settings: tuple[Field, ...]
     names: tuple[tuple[str, ...] | None, ...]
 
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the optimizer has a state of any parameter."""
+        return any(entry.state is not None for group in self.groups for entry in group)
+
 
 def read_whole_file(state: Field) -> WholeFile:
     """Read the optimizer's dict of a model file.

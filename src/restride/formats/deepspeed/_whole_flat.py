@@ -97,10 +97,10 @@ def _places_of(
 
 def view_of(flat: StoredTensor, place: Place) -> StoredTensor:
     """The part of a flat buffer that is a parameter's."""
-    strides = tuple(prod(place.shape[dim + 1 :]) for dim in range(len(place.shape)))
-    return replace(
-        flat, storage_base=flat.storage_base + place.start, shape=place.shape, strides=strides
-    )
+    (step,) = flat.strides or (1,)
+    strides = tuple(step * prod(place.shape[dim + 1 :]) for dim in range(len(place.shape)))
+    base = flat.storage_base + step * place.start
+    return replace(flat, storage_base=base, shape=place.shape, strides=strides)
 
 
 def _by_storage(weights: Mapping[str, StoredTensor]) -> dict[Storage, list[Place]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from restride.formats.deepspeed._expert_group_order import said_size
 from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
+from restride.formats.deepspeed._stage_flat import parts_of
 from restride.formats.deepspeed._whole_file import sort_states
 from restride.formats.deepspeed._whole_flat import Place, find_places, view_of
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.values import StoredTensor
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._model import ModelFile
+    from restride.formats.deepspeed._stage_flat import FlatCut
     from restride.formats.deepspeed._whole_experts import ExpertRanks
     from restride.formats.deepspeed._whole_file import Numbered, WholeFile
     from restride.formats.deepspeed._witness import Witness
@@ -79,11 +81,15 @@ class Source:
         model: The model file.
         file: The optimizer.
         weights: What the optimizer may own, by name, in the order of the model.
+        cuts: Where parameters begin in each flat buffer of a stage of a pipeline.
+        is_stepped: Whether another stage of it has taken a step, and so this one has.
     """
 
     model: ModelFile
     file: WholeFile
     weights: Mapping[str, Weight]
+    cuts: tuple[FlatCut, ...] = ()
+    is_stepped: bool = False
 
 
 @dataclass(slots=True)
@@ -117,6 +123,8 @@ def assign(source: Source, experts: ExpertRanks | None, witness: Witness) -> Fou
         What it keeps by name, or the reason why the names are not known.
     """
     file = source.file
+    if file.kind == "flat" and source.cuts:
+        return _assign_cut(source, witness)
     if file.kind == "flat":
         if experts is not None and experts.parameters:
             return _assign_copied(source, experts, witness)
@@ -127,8 +135,8 @@ def assign(source: Source, experts: ExpertRanks | None, witness: Witness) -> Fou
     if isinstance(matched, Unmatched):
         return matched
     found = Found(by_order=matched.by_order)
-    is_stepped = any(entry.state is not None for group in file.groups for entry in group)
-    for group, names in zip(file.groups, matched.names, strict=True):
+    is_stepped = source.is_stepped or file.is_stepped
+    for group, names in zip(file.groups, _completed(matched.names, source), strict=True):
         members: list[str] = []
         for entry, name in zip(group, names, strict=True):
             if name is None:
@@ -141,6 +149,27 @@ def assign(source: Source, experts: ExpertRanks | None, witness: Witness) -> Fou
                 found.idle.add(name)
         found.members.append(tuple(members))
         found.listed.append(names)
+    return found
+
+
+def _completed(
+    names: Sequence[tuple[str | None, ...]], source: Source
+) -> Sequence[tuple[str | None, ...]]:
+    """Name what has a number and no state, where it is all that has no other number.
+
+    It is of one group, and that is in the order of the model with it.
+    """
+    order = {name: place for place, name in enumerate(source.weights)}
+    left = iter([name for name in order if all(name not in own for own in names)])
+    lacking = [number for number, own in enumerate(names) if None in own]
+    if len(lacking) != 1 or names[lacking[0]].count(None) != len(order) - sum(
+        name is not None for own in names for name in own
+    ):
+        return names
+    found = list(names)
+    whole = [next(left) if name is None else name for name in names[lacking[0]]]
+    if whole == sorted(whole, key=order.__getitem__):
+        found[lacking[0]] = tuple(whole)
     return found
 
 
@@ -263,6 +292,27 @@ def _slot(entry: Numbered, dtypes: Collection[DType], witness: Witness | None) -
         tokens = frozenset({entry.shape})
     said = "" if entry.shape is None else f" of shape {entry.shape}"
     return Slot(f"number {entry.number}{said}", tokens)
+
+
+def _assign_cut(source: Source, witness: Witness) -> Found | Unmatched:
+    """Give the parts of flat buffers, of which it is known where they begin, their names."""
+    dtypes = {own.dtype for own in source.weights.values()}
+    parts = parts_of(source.file.groups, source.cuts)
+    slots = [[_slot(entry, dtypes, witness) for entry in own] for own in parts]
+    candidates = [
+        Candidate(name, own.token(witness), is_owned=prod(own.shape) > 0, shape=own.shape)
+        for name, own in source.weights.items()
+    ]
+    matched = match(candidates, slots, source.file.names)
+    if isinstance(matched, Unmatched):
+        return matched
+    named = [
+        [Place(name or "", *part) for name, part in zip(names, cut, strict=True)]
+        for names, cut in zip(matched.names, source.cuts, strict=True)
+    ]
+    found = _placed(source.file, named)
+    found.by_order = matched.by_order
+    return found
 
 
 def _assign_copied(source: Source, experts: ExpertRanks, witness: Witness) -> Found | Unmatched:

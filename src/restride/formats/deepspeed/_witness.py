@@ -65,6 +65,19 @@ class Witness:
         own = tensor.storage.dtype
         return frozenset(_token(tensor.shape, sample, own, dtype) for dtype in dtypes)
 
+    def heads(self, tensor: StoredTensor, numel: int, dtypes: Iterable[DType]) -> frozenset[Token]:
+        """Digest the first elements of a tensor, rounded to each of some dtypes.
+
+        Args:
+            tensor: The tensor.
+            numel: How many, if it has so many.
+            dtypes: Types that it can be rounded to.
+        """
+        count = min(numel, prod(tensor.shape))
+        sample = self._read(tensor, range(count))
+        own = tensor.storage.dtype
+        return frozenset(_token((count,), sample, own, dtype) for dtype in dtypes)
+
     def stacked_token(self, tensors: Sequence[StoredTensor]) -> Token:
         """Do the same for a tensor that is stored in parts, one for each index of its first axis.
 

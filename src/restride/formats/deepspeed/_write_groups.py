@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -73,13 +74,12 @@ def states_of(writing: Writing, number: int, group: ParameterGroup) -> tuple[str
             found = {state: entry.dtype.name for state, entry in own.items()}
         for state in {*found, *own}:
             # An entry that is missing is refused by name.
-            dtype = writing.entry(tensor, state).dtype.name if state in found else None
-            if dtype != found.get(state):
-                known = found.get(state)
+            dtype = writing.entry(tensor, state).dtype.name
+            known = found.get(state, "not there")
+            if dtype != known:
                 raise UnsupportedError(
-                    f"its state {state!r} is {dtype or 'there'}, "
-                    f"in {group.names[0]!r} of the same group it is {known or 'not'}: a flat "
-                    "partition has one dtype for all of them",
+                    f"its state {state!r} is {dtype}, in {group.names[0]!r} of the same group it "
+                    f"is {known}: a flat partition has one dtype for all of them",
                     where=f"tensor {name!r}",
                     remedy="convert a checkpoint whose parameters were all trained alike",
                 )
@@ -111,7 +111,8 @@ def scalar_states(writing: Writing, number: int, group: ParameterGroup) -> tuple
     """
     if not group.names:
         return ()
-    states = tuple(_scalars(writing.tensors[group.names[0]]))
+    found = (_scalars(writing.tensors[name]) for name in group.names)
+    states = tuple(dict.fromkeys(chain.from_iterable(found)))
     for state in states:
         _require_equal(writing, number, group, state)
     return states

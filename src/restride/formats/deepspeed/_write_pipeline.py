@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from restride.checkpoint.training import ModelRank, Pipeline, PipelineLayer
     from restride.checkpoint.values import Value
-    from restride.formats.deepspeed._pipeline_cut import CutStages, TargetStage
+    from restride.formats.deepspeed._pipeline_cut import CutStages, OptimizerForm, TargetStage
     from restride.formats.deepspeed._writing import Writing
 
 __all__ = ["write_pipeline"]
@@ -74,6 +74,7 @@ def write_pipeline(writing: Writing, pipeline: Pipeline) -> list[int]:
         partial(_numels, writing),
         Cuts({name: own.layout for name, own in writing.tensors.items()}, writing.layouts),
         writing.catalog.root,
+        form=_form(writing),
     )
     _require_trained(writing, cut)
     sources = len(pipeline.stages)
@@ -100,6 +101,12 @@ def _numels(writing: Writing, name: str) -> list[int]:
     if tensor is None or tensor.kind != "parameter":
         return []
     return [writing.layouts[name].shard_numel(tp) for tp in range(writing.target.tp)]
+
+
+def _form(writing: Writing) -> OptimizerForm:
+    if writing.target.zero:
+        return "zero"
+    return "bare" if writing.dtype.name == "float32" else "wrapped"
 
 
 def _require_loaded(writing: Writing) -> None:
