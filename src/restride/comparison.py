@@ -23,7 +23,9 @@ from restride.checkpoint.selection import require_states
 from restride.checkpoint.soundness import errors_in
 from restride.errors import BudgetError, CorruptError, PlanError
 from restride.executors.comparing import CompareWriter
+from restride.executors.copies import as_stored, compared_one, drift_error, find_drift
 from restride.executors.digesting import DigestWriter
+from restride.executors.drift import drift_findings
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
 from restride.executors.sources import CatalogReader, default_workers
 from restride.executors.streaming import StreamingExecutor
@@ -107,8 +109,9 @@ class DiffReport:
         differences: Arrays that both have and that are not the same.
         widened_count: Arrays of different dtypes that were compared after exact widening.
         seconds: Wall time.
-        unread: Which side, and an error that its reader noticed: what is missing there, or has no
-            name, was not compared.
+        unread: Which side, and what is wrong there: an error that its reader noticed (what is
+            missing, or has no name, was not compared), or copies of one array that differ (that of
+            the lowest rank was compared).
     """
 
     a: Catalog
@@ -173,7 +176,7 @@ def diff(
         BudgetError: The budget is too small for any buffer.
 
     Cost:
-        Both sides are read once, at the same time.
+        Both sides are read once, at the same time, and every copy of what several ranks hold.
     """
     started = time.perf_counter()
     tolerance = _tolerance(rtol, atol)
@@ -195,6 +198,16 @@ def diff(
         else ArrayDifference(*pair.names, pair.state, pair.shapes, pair.dtypes)
         for pair in pairs
     ]
+    unread = [*_unread(catalogs, only_weights=states == "weights")]
+    sides: tuple[Literal["A", "B"], ...] = ("A", "B")
+    for place, side in enumerate(sides):
+        catalog = catalogs[place]
+        held = [(p.names[place], (p.a, p.b)[place].entry) for p in readable]
+        drifted, more_nbytes = find_drift(
+            catalog, as_stored(catalog, held), budget_nbytes=budget_nbytes
+        )
+        unread += [(side, compared_one(own)) for own in drift_findings(catalog, drifted)]
+        read_nbytes += more_nbytes
     seconds = time.perf_counter() - started
     (observer or NullObserver()).on_finish(PlanFinished(read_nbytes, 0, seconds))
     return DiffReport(
@@ -207,7 +220,7 @@ def diff(
         differences=tuple(difference for difference in differences if difference is not None),
         widened_count=sum(pair.a.dtype != pair.b.dtype for pair in readable),
         seconds=seconds,
-        unread=tuple(_unread(catalogs, only_weights=states == "weights")),
+        unread=tuple(unread),
     )
 
 
@@ -246,11 +259,13 @@ def fingerprint(
     Raises:
         FormatError, UnsupportedError, ExecutionError: As for `restride.open`.
         CorruptError: An error was noticed, so that states would be left out.
+        ReplicaError: Ranks hold different copies of an array, which has no one fingerprint then.
         CoverageError: An element of a tensor is in no file.
         BudgetError: The budget is too small for any buffer.
 
     Cost:
-        Every element is read once; twice where a weight is the master copy, rounded.
+        Every element is read once; twice where a weight is the master copy, rounded. So is every
+        copy of what several ranks hold.
     """
     require_states(states)
     (catalog,) = open_catalogs(path, pp_tied=pp_tied)
@@ -264,7 +279,13 @@ def fingerprint(
             if states != "weights" and not errors_in(errors, only_weights=True)
             else "see `restride check`",
         )
-    return _fingerprints(catalog, _selected(catalog, states), budget_nbytes, observer)
+    arrays = list(_selected(catalog, states))
+    found = _fingerprints(catalog, arrays, budget_nbytes, observer)
+    held = as_stored(catalog, [(tensor, entry) for tensor, _, entry, _ in arrays])
+    drifted, _ = find_drift(catalog, held, budget_nbytes=budget_nbytes)
+    if drifted:
+        raise drift_error(catalog, drifted)
+    return found
 
 
 def check_against(

@@ -20,13 +20,16 @@ from restride.errors import (
     ExecutionError,
     FormatError,
     PlanError,
+    ReplicaError,
     UnsupportedError,
 )
 from restride.executors.events import NullObserver
 from restride.storage import fingerprint_files
 from restride.testing.command_line import SAMPLE
+from restride.testing.command_line import run as run_command
 from restride.testing.fingerprints import digest_slowly
 from restride.testing.gather import gather
+from restride.testing.saved_values import Array, edit_file
 from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
 from restride.testing.zero_runs import distinct
 
@@ -79,6 +82,56 @@ def test_states_of_an_optimizer_that_nobody_has_heard_of_are_the_same_too(tmp_pa
 
     assert report.verdict == "same"
     assert report.compared_count == 8
+
+
+def drifted(tmp_path):
+    """A run of two tensor-parallel ranks, and the same with another norm on the second."""
+
+    def parameter(shape, first, cut=None):
+        states = {
+            name: distinct(shape, first + 100 * n) for n, name in enumerate(("weight", "fp32"))
+        }
+        return Parameter(shape, states, cut)
+
+    run = ZeroRun(1, 2, {"up": parameter((4, 3), 1000, (0, (2, 2))), "norm": parameter((3,), 5000)})
+    write_zero_run(tmp_path / "right", run)
+    shutil.copytree(tmp_path / "right", tmp_path / "drifted")
+    other = Array("float32", (3,), np.array([1, 2, 3], "f4").tobytes())
+    edit_file(
+        tmp_path / "drifted" / "step" / "mp_rank_01_model_states.pt",
+        lambda value: value["module"].update({"norm": other}),
+    )
+    return tmp_path / "right", tmp_path / "drifted"
+
+
+def test_copies_that_differ_are_no_one_array_to_compare(tmp_path):
+    right, wrong = drifted(tmp_path)
+
+    report = restride.diff(right, wrong)
+
+    assert (report.verdict, report.differences) == ("incomplete", ())
+    ((side, finding),) = report.unread
+    assert (side, finding.kind, finding.where) == (
+        "B",
+        "replica-drift",
+        "tensor 'norm', state 'weight'",
+    )
+    assert finding.message.endswith("; that of the lowest rank is what was compared")
+    assert [side for side, _ in restride.diff(wrong, wrong).unread] == ["A", "B"]
+    assert [side for side, _ in restride.diff(wrong, right, states="weights").unread] == ["A"]
+    assert restride.diff(right, right).verdict == "same"
+    ran = run_command("diff", wrong, right)
+    assert ran.code == 1
+    assert "A: ranks hold different copies of 1 array, such as tensor 'norm', state" in ran.out
+    assert ran.out.splitlines()[-1].startswith("incomplete: ")
+
+
+def test_copies_that_differ_have_no_one_fingerprint(tmp_path):
+    right, wrong = drifted(tmp_path)
+
+    with pytest.raises(ReplicaError, match=r"'norm', state 'weight': ranks .* no one fingerprint"):
+        restride.fingerprint(wrong)
+    assert restride.fingerprint(right)["norm"]
 
 
 def test_a_weight_that_zero_3_stores_nowhere_is_its_master_copy_rounded(shared, tmp_path):

@@ -37,6 +37,7 @@ Examples:
 """
 
 _MOST_SHOWN: Final = 20
+_DRIFT: Final = "replica-drift"
 
 
 @click.command("diff", epilog=_EXAMPLES)
@@ -126,9 +127,20 @@ def show_report(
         columns = [Column(name, is_number=name in names[4:]) for name in names]
         page.table(columns, [_row(row) for row in report.differences[:_MOST_SHOWN]])
         _more(page, len(report.differences))
-    for name, finding in report.unread[:_MOST_SHOWN]:
+    unread = [own for own in report.unread if own[1].kind != _DRIFT]
+    for name, finding in unread[:_MOST_SHOWN]:
         page.line(f"not compared, {name}: {finding.message} [{finding.kind}]", "bad")
-    _more(page, len(report.unread))
+    _more(page, len(unread))
+    for name in "AB":
+        drifted = [own for side, own in report.unread if side == name and own.kind == _DRIFT]
+        if drifted:
+            arrays = len({own.where for own in drifted})
+            page.line(
+                f"{name}: ranks hold different copies of {format_count(arrays, 'array')}, such as "
+                f"{drifted[0].where}; those of the lowest ranks were compared, and `restride "
+                f"check` shows all of them [{_DRIFT}]",
+                "bad",
+            )
     if report.verdict == "different":
         page.line(_difference_in_words(report), "bad")
         return
@@ -144,7 +156,8 @@ def show_report(
         f"{what}{widened}"
     )
     if report.verdict == "incomplete":
-        page.line(f"incomplete: {compared}; --states weights compares the weights alone", "bad")
+        advice = "; --states weights compares the weights alone" if unread else ""
+        page.line(f"incomplete: {compared}{advice}", "bad")
     else:
         page.line(f"same: {compared}", "good")
 
