@@ -57,7 +57,11 @@ def __dir__() -> list[str]:
 
 
 def open(  # noqa: A001 - reads as restride.open
-    path: str | PathLike[str], *, pp_tied: Mapping[str, Sequence[int]] | None = None
+    path: str | PathLike[str],
+    *,
+    pp_tied: Mapping[str, Sequence[int]] | None = None,
+    source_config: str | PathLike[str] | None = None,
+    source_rules: str | PathLike[str] | None = None,
 ) -> Catalog:
     """Find out what is in a checkpoint, without loading a tensor.
 
@@ -65,6 +69,8 @@ def open(  # noqa: A001 - reads as restride.open
         path: A DeepSpeed checkpoint (its folder, or one of its tags), a universal folder, a
             safetensors file or a folder of them.
         pp_tied: As for `restride.convert`, of a pipeline without ZeRO.
+        source_config: As for `restride.convert`.
+        source_rules: Likewise.
 
     Returns:
         Tensors, states, layouts, and where their bytes are.
@@ -73,11 +79,12 @@ def open(  # noqa: A001 - reads as restride.open
         FormatError: It is no checkpoint that is known, or one that is damaged.
         UnsupportedError: It is one that this version cannot read, or what is told is not so, or
             matters to nothing.
+        RuleError: What is told of the cut is not so.
         ExecutionError: A file cannot be read.
 
     Cost:
         Reads headers only; time grows with the number of tensors, not with their size.
     """
-    from restride.formats._registry import open_catalogs  # noqa: PLC0415 - as the others are
+    from restride.formats._registry import Told, open_catalogs  # noqa: PLC0415 - as the others are
 
-    return open_catalogs(path, pp_tied=pp_tied)[0]
+    return open_catalogs(path, told=Told(pp_tied, source_config, source_rules))[0]

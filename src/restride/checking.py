@@ -17,7 +17,7 @@ from restride.executors.progress import Continued
 from restride.executors.running import run_plan
 from restride.executors.sources import default_budget_nbytes, default_workers
 from restride.executors.verifying import digest_rows
-from restride.formats._registry import open_catalogs
+from restride.formats._registry import Told, open_catalogs
 from restride.planning.conversion import plan_comparison
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def check(
     *,
     budget_nbytes: int | None = None,
     pp_tied: Mapping[str, Sequence[int]] | None = None,
+    source_config: str | PathLike[str] | None = None,
+    source_rules: str | PathLike[str] | None = None,
     observer: Observer | None = None,
 ) -> CheckReport:
     """Prove that a checkpoint is whole, and compare what it holds more than once.
@@ -77,6 +79,8 @@ def check(
         budget_nbytes: Most memory for plan and buffers. Default: 512 MiB, or a quarter of what
             the cgroup allows where that is less.
         pp_tied: As for `restride.convert`, of a pipeline without ZeRO.
+        source_config: As for `restride.convert`.
+        source_rules: Likewise.
         observer: Receives progress.
 
     Returns:
@@ -91,7 +95,7 @@ def check(
         and master copies, one copy of each once more; all files that a manifest names, too.
     """
     started = time.perf_counter()
-    (catalog,) = open_catalogs(path, pp_tied=pp_tied)
+    (catalog,) = open_catalogs(path, told=Told(pp_tied, source_config, source_rules))
     findings = [*_judged(catalog), *prove_catalog(catalog)]
     # What a broken layout would read is not what the tensor is: compare the sound ones only.
     broken = {finding.where for finding in findings if finding.severity == "error"}

@@ -29,7 +29,7 @@ from restride.executors.drift import drift_findings
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
 from restride.executors.sources import CatalogReader, default_workers
 from restride.executors.streaming import StreamingExecutor
-from restride.formats._registry import open_catalogs
+from restride.formats._registry import Told, open_catalogs
 from restride.planning.conversion import plan_reading
 from restride.storage.fingerprint_files import read_fingerprints
 from restride.storage.ranges import FilePool
@@ -144,6 +144,8 @@ def diff(
     rename: Sequence[tuple[str, str]] = (),
     budget_nbytes: int = _DEFAULT_BUDGET_NBYTES,
     pp_tied: Mapping[str, Sequence[int]] | None = None,
+    source_config: str | PathLike[str] | None = None,
+    source_rules: str | PathLike[str] | None = None,
     observer: Observer | None = None,
 ) -> DiffReport:
     r"""Compare the tensors of two checkpoints of any format and sharding.
@@ -163,6 +165,8 @@ def diff(
             matches a whole name replaces that name by NEW, in which ``\1`` is the first group.
         budget_nbytes: Most memory for plans and buffers.
         pp_tied: As for `restride.convert`, of pipelines without ZeRO.
+        source_config: As for `restride.convert`.
+        source_rules: Likewise.
         observer: Receives progress, counted in bytes of `a`.
 
     Returns:
@@ -181,7 +185,7 @@ def diff(
     started = time.perf_counter()
     tolerance = _tolerance(rtol, atol)
     require_states(states)
-    first, second = open_catalogs(a, b, pp_tied=pp_tied)
+    first, second = open_catalogs(a, b, told=Told(pp_tied, source_config, source_rules))
     catalogs = first, second
     pairs, only_a, only_b = pair_arrays(*catalogs, states, rename)
     readable = [
@@ -239,6 +243,8 @@ def fingerprint(
     states: States = "all",
     budget_nbytes: int = _DEFAULT_BUDGET_NBYTES,
     pp_tied: Mapping[str, Sequence[int]] | None = None,
+    source_config: str | PathLike[str] | None = None,
+    source_rules: str | PathLike[str] | None = None,
     observer: Observer | None = None,
 ) -> dict[str, dict[str, str]]:
     """Take the fingerprint of every array: the same under every sharding, format and budget.
@@ -251,6 +257,8 @@ def fingerprint(
         states: Only the weights, or every state.
         budget_nbytes: Most memory for plan and buffers.
         pp_tied: As for `restride.convert`, of a pipeline without ZeRO.
+        source_config: As for `restride.convert`.
+        source_rules: Likewise.
         observer: Receives progress.
 
     Returns:
@@ -268,7 +276,7 @@ def fingerprint(
         copy of what several ranks hold.
     """
     require_states(states)
-    (catalog,) = open_catalogs(path, pp_tied=pp_tied)
+    (catalog,) = open_catalogs(path, told=Told(pp_tied, source_config, source_rules))
     errors = errors_in(catalog.findings, only_weights=states == "weights")
     if errors:
         raise CorruptError(
@@ -294,6 +302,8 @@ def check_against(
     *,
     budget_nbytes: int = _DEFAULT_BUDGET_NBYTES,
     pp_tied: Mapping[str, Sequence[int]] | None = None,
+    source_config: str | PathLike[str] | None = None,
+    source_rules: str | PathLike[str] | None = None,
     observer: Observer | None = None,
 ) -> tuple[Finding, ...]:
     """Compare a checkpoint with fingerprints that were taken before, of whatever sharding.
@@ -303,6 +313,8 @@ def check_against(
         file: What `restride fingerprint -o` wrote, the manifest of an output, or the output.
         budget_nbytes: Most memory for plan and buffers.
         pp_tied: As for `restride.convert`, of a pipeline without ZeRO.
+        source_config: As for `restride.convert`.
+        source_rules: Likewise.
         observer: Receives progress.
 
     Returns:
@@ -315,7 +327,7 @@ def check_against(
         BudgetError: The budget is too small for any buffer.
     """
     expected = read_fingerprints(file)
-    (catalog,) = open_catalogs(path, pp_tied=pp_tied)
+    (catalog,) = open_catalogs(path, told=Told(pp_tied, source_config, source_rules))
     broken = {finding.where for finding in prove_catalog(catalog) if finding.severity == "error"}
     by_name = tensors_by_name(catalog)
     wanted = {

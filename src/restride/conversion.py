@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from restride.checkpoint.decisions import DEFAULT
 from restride.checkpoint.selection import COPIED
@@ -18,7 +18,7 @@ from restride.executors.events import NullObserver, PlanFinished, PlanStarted
 from restride.executors.identity import differs_from, job_digest, package_version
 from restride.executors.journaled import SYNC_NBYTES
 from restride.executors.leading import WAIT_SECONDS, Lead
-from restride.executors.manifests import is_written
+from restride.executors.manifests import is_written, told_of
 from restride.executors.progress import Continued
 from restride.executors.stopping import StopsWith
 from restride.executors.writing import Written, is_worth_resuming, write_output, write_part
@@ -106,6 +106,8 @@ def convert(
     pp_tied: Mapping[str, Sequence[int]] | None = None,
     hyperparameters: str | PathLike[str] | None = None,
     zero_init: bool | None = None,
+    source_config: str | PathLike[str] | None = None,
+    source_rules: str | PathLike[str] | None = None,
     budget_nbytes: int | None = None,
     workers: int | None = None,
     replicas: Saying = DEFAULT,
@@ -175,6 +177,11 @@ def convert(
         zero_init: Whether the engine of ZeRO-3 that resumes makes its model under
             ``deepspeed.zero.Init``: where DeepSpeed's Muon trains, it has the parameters in another
             order then, and the source does not always tell.
+        source_config: The model's ``config.json``, where the files of the source do not say how its
+            own tensor-parallel ranks cut it: those of DeepSpeed before 0.19 and of models that
+            somebody else cut. It is taken to be cut as AutoTP does it. Also for `config`, where
+            that is not given.
+        source_rules: A file of the user's own rules for that, which go first.
         budget_nbytes: Most memory for plan and buffers. Default: 512 MiB, or a quarter of what
             the cgroup allows where that is less.
         workers: Threads. Default: one for each core that this process may use, up to four.
@@ -206,7 +213,8 @@ def convert(
     Raises:
         FormatError, UnsupportedError, ExecutionError: As for `open`. A file that cannot be written
             is an ExecutionError as well, and so is a run into the same place.
-        RuleError: Nothing says how a parameter is cut for other ranks, or leaves several answers.
+        RuleError: Nothing says how a parameter is cut for other ranks, or leaves several answers;
+            or what is said of the source's cut makes no such shards.
         CorruptError: A file is missing, or files are of different saves.
         ExistsError: There is something at `out`, or an earlier run left something and neither
             `resume` nor `force` is set, or left the beginning of another output.
@@ -225,6 +233,8 @@ def convert(
         pp_tied=pp_tied,
         hyperparameters=hyperparameters,
         zero_init=zero_init,
+        source_config=source_config,
+        source_rules=source_rules,
     )
     number, count = _require_process(process, executor, parts)
     if not wait_seconds >= 0:
@@ -383,22 +393,22 @@ def _run_part(order: _PartOrder) -> None:
 def _submit(executor: PartExecutor, order: _PartOrder, first: Record) -> Mapping[int, Started]:
     """Give all parts to an executor. It may run them in another folder."""
     wanted = order.wanted
-    paths = (order.path, order.out, wanted.config, wanted.rules, wanted.hyperparameters)
-    path, out, config, rules, hyperparameters = (
-        os.path.abspath(path) if path else path  # noqa: PTH100 - links are not followed
-        for path in paths
-    )
+    files: dict[str, Any] = {name: path and _absolute(path) for name, path in wanted.files.items()}
     order = replace(
         order,
-        path=str(path),
-        out=str(out),
-        wanted=replace(wanted, config=config, rules=rules, hyperparameters=hyperparameters),
+        path=_absolute(order.path),
+        out=_absolute(order.out),
+        wanted=replace(wanted, **files),
         said={"options": first["options"]},
     )
     return {
         number: executor.submit(_run_part, replace(order, number=number))
         for number in range(1, order.count)
     }
+
+
+def _absolute(path: str | PathLike[str]) -> str:
+    return os.path.abspath(os.fspath(path))  # noqa: PTH100 - links are not followed
 
 
 def _require_working(executor: PartExecutor, wait_seconds: float, stop: Event | None) -> None:
@@ -434,7 +444,12 @@ def _require_working(executor: PartExecutor, wait_seconds: float, stop: Event | 
 
 
 def _purpose(first: Record) -> Purpose:
-    return Purpose(first, partial(differs_from, first), partial(is_written, job=job_digest(first)))
+    return Purpose(
+        first,
+        partial(differs_from, first),
+        partial(is_written, job=job_digest(first)),
+        partial(told_of, first=first),
+    )
 
 
 def _report(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from restride.checkpoint.hyperparameters import with_hyperparameters
 from restride.checkpoint.optimizer_scale import follow_scales
@@ -50,6 +50,8 @@ class Wanted:
             default those of the source.
         pp, pp_layers, pp_tied: Stages of a pipeline, and how its layers are dealt out to them; by
             default as in the source. See `convert`.
+        source_config, source_rules: What says how the ranks of the source cut, where its files do
+            not.
         config, rules, plan, grain: What says how its tensor-parallel ranks cut: see `Cut`.
         optimizer_transform: Whether moments follow the scale of their parameter, with the learning
             rate and epsilon of their group.
@@ -78,15 +80,25 @@ class Wanted:
     pp_tied: Mapping[str, Sequence[int]] | None = None
     hyperparameters: str | PathLike[str] | None = None
     zero_init: bool | None = None
+    source_config: str | PathLike[str] | None = None
+    source_rules: str | PathLike[str] | None = None
+
+    @property
+    def files(self) -> dict[str, Any]:
+        """Options that name files, which processes may look for from another folder."""
+        names = ("config", "rules", "hyperparameters", "source_config", "source_rules")
+        return {name: getattr(self, name) for name in names}
 
 
 _PARTITIONED: Final = 3
 # A system lets one thread at a time write into a file: a large one would keep the others waiting.
 _SHARD_NBYTES: Final = 2_000_000_000
+_OF_SOURCE: Final = frozenset({"source_config", "source_rules"})
 _TAKEN: Final = {
-    "safetensors": {"states", "dtype", "max_shard_nbytes"},
-    "universal": {"stage", "optimizer_transform", "hyperparameters"},
+    "safetensors": {*_OF_SOURCE, "states", "dtype", "max_shard_nbytes"},
+    "universal": {*_OF_SOURCE, "stage", "optimizer_transform", "hyperparameters"},
     "deepspeed": {
+        *_OF_SOURCE,
         *("tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"),
         *("pp", "pp_layers", "pp_tied"),
         *("optimizer_transform", "hyperparameters", "zero_init"),
@@ -210,7 +222,8 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
     )
     stacked = stacked_experts(training)  # which no tensor-parallel rank cuts
     dense = replace(catalog, tensors=tuple(t for t in catalog.tensors if t.name not in stacked))
-    cut = find_cut(dense, Cut(target.tp, wanted.config, wanted.rules, wanted.plan, wanted.grain))
+    config = wanted.source_config if wanted.config is None else wanted.config
+    cut = find_cut(dense, Cut(target.tp, config, wanted.rules, wanted.plan, wanted.grain))
     training, followed = _followed(training, catalog, wanted, cut.layouts)
     written = lay_out(catalog, training, target, cut.layouts)
     findings = (*cut.findings, *given, *followed, *written.findings)

@@ -16,7 +16,7 @@ from restride.executors.masters import spot_check_masters
 from restride.executors.sources import CatalogReader, default_budget_nbytes, default_workers
 from restride.executors.writing import plan_writing
 from restride.exports import lay_out_export
-from restride.formats._registry import open_catalog
+from restride.formats._registry import Told, open_catalog, require_told_matters
 from restride.planning.conversion import Job
 from restride.storage.torch_zip import TorchFiles
 
@@ -90,7 +90,9 @@ def prepare(
     """
     # What the files hold is asked for three times, and let go with this call.
     opened = TorchFiles()
-    catalog = open_catalog(path, opened, wanted.pp_tied)
+    told = Told(wanted.pp_tied, wanted.source_config, wanted.source_rules)
+    catalog = open_catalog(path, opened, told)
+    require_told_matters(told, catalog)
     only_weights = wanted.to == "safetensors" and wanted.states != "all"
     noticed = (*catalog.findings, *master_findings(catalog))
     require_sound(noticed, only_weights=only_weights)

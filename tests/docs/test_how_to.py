@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from restride import api
+from restride.storage.torch_zip import open_torch_zip
 from restride.testing.command_line import run
 from restride.testing.documents import blocks_of, links_of, matches, sessions_of
+from restride.testing.inert_values import save_value
 
 LLAMA = '{"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4}'
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"
@@ -29,6 +31,17 @@ def as_the_trainer_leaves_it(source: Path, folder: Path) -> None:
 def beside_a_config(source: Path, folder: Path) -> None:
     shutil.copytree(source, folder)
     (folder / "config.json").write_text(LLAMA)
+
+
+def that_says_nothing_of_its_cut(source: Path, folder: Path) -> None:
+    beside_a_config(source, folder)
+    (folder / "config.json").write_text(LLAMA[:-1] + ', "vocab_size": 128}')
+    for file in folder.rglob("*model_states.pt"):
+        value = open_torch_zip(file).value
+        assert isinstance(value, dict)
+        del value["universal_checkpoint_info"]
+        save_value(folder / "new", value)
+        (folder / "new").replace(file)
 
 
 def on_four_ranks(source: Path, folder: Path) -> None:
@@ -62,6 +75,7 @@ SETTINGS = {
     "replicas.md": ("gptbigcode_tp2_z1", "checkpoint", shutil.copytree),
     "several-machines.md": ("llama_tp2_z1", "checkpoint", shutil.copytree),
     "pipeline-stages.md": ("", "checkpoint", of_two_stages),
+    "silent-cut.md": ("llama_tp2_z1", "checkpoint", that_says_nothing_of_its_cut),
     "lora.md": ("", "checkpoint-500", of_adapters),
     "wrong-loss.md": ("llama_tp1dp2_z1", "checkpoint", beside_an_earlier_save),
 }

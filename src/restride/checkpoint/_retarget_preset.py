@@ -10,6 +10,7 @@ from restride.checkpoint.catalog import Finding
 from restride.errors import RuleError
 from restride.layouts.presets import (
     autotp_cuts,
+    is_head,
     name_pattern,
     require_model_of,
     require_no_other_model,
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from restride.algebra.mesh import Mesh
 
 __all__ = ["Preset", "deviation_findings", "deviations", "find_preset"]
-
-_HEADS = ("lm_head", "embed_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +163,7 @@ class _Model:
         if not isinstance(config.get("tie_word_embeddings"), bool):
             # DeepSpeed goes by the config; where that is silent, by the model, which has a head of
             # its own or has not. Names that a rule has decided are not among those asked for.
-            self._config["tie_word_embeddings"] = not any(_is_head(s.name) for s in parameters)
+            self._config["tie_word_embeddings"] = not any(is_head(s.name) for s in parameters)
         self._all = {s.name: s.layout.full_shape for s in parameters if s.layout.unit_bits is None}
         self._shapes = {s.name: s.layout.full_shape for s in asked if s.layout.unit_bits is None}
 
@@ -173,8 +172,3 @@ class _Model:
         if mesh.size > 1:
             require_model_of(self._config, self._all)
         return autotp_cuts(self._config, self._shapes, mesh=mesh, grain=grain, plan=plan)
-
-
-def _is_head(name: str) -> bool:
-    layer, _, kind = name.rpartition(".")
-    return kind == "weight" and layer.rpartition(".")[2] in _HEADS

@@ -132,6 +132,7 @@ class Catalog:
         findings: What the reader noticed and did not have to refuse.
         tied: What the reader was told of layers that share a module, where names depend on it: for
             the key of each module, the layers that use it.
+        is_cut_told: Whether the reader went by what it was told of the tensor-parallel cut.
     """
 
     format: str
@@ -142,3 +143,4 @@ class Catalog:
     values: Mapping[str, object]
     findings: tuple[Finding, ...] = ()
     tied: Mapping[str, tuple[int, ...]] | None = None
+    is_cut_told: bool = False

@@ -10,6 +10,7 @@ import click
 
 from restride import api
 from restride.cli.contents import catalog_to_json, show_headline
+from restride.cli.cut_options import source_options
 from restride.cli.exits import concluded
 from restride.cli.findings import finding_to_json, show_findings
 from restride.cli.options import PathName, json_option, memory_option
@@ -44,6 +45,7 @@ Examples:
     "those in the restride.json of a conversion, which may be named by its folder.",
 )
 @tied_option
+@source_options
 @memory_option
 @json_option
 def command(
@@ -51,6 +53,8 @@ def command(
     *,
     against: str | None,
     pp_tied: dict[str, tuple[int, ...]] | None,
+    source_config: str | None,
+    source_rules: str | None,
     memory: int,
     as_json: bool,
 ) -> int:
@@ -66,11 +70,24 @@ def command(
     if against is not None:
         comparison.read_fingerprints(against)
     with open_progress("checking") as observer:
-        report = api.check(checkpoint, budget_nbytes=memory, pp_tied=pp_tied, observer=observer)
+        report = api.check(
+            checkpoint,
+            budget_nbytes=memory,
+            pp_tied=pp_tied,
+            source_config=source_config,
+            source_rules=source_rules,
+            observer=observer,
+        )
     if against is not None:
         with open_progress("comparing fingerprints") as observer:
             deviations = comparison.check_against(
-                checkpoint, against, budget_nbytes=memory, pp_tied=pp_tied, observer=observer
+                checkpoint,
+                against,
+                budget_nbytes=memory,
+                pp_tied=pp_tied,
+                source_config=source_config,
+                source_rules=source_rules,
+                observer=observer,
             )
         report = replace(report, findings=(*report.findings, *deviations))
     code = concluded(is_fine=report.verdict == "ok")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 import click
 
 from restride import api
-from restride.cli.cut_options import cut_options
+from restride.cli.cut_options import cut_options, source_options
 from restride.cli.exits import ExitCode
 from restride.cli.findings import finding_to_json, show_findings
 from restride.cli.numbers import Integer, Number
@@ -57,7 +57,7 @@ class _Convert(SectionedCommand):
     sections: ClassVar = {
         "What is written": (
             *("to", "states", "dtype", "max_shard_size", "stage", "replicas"),
-            *("optimizer_transform", "hyperparameters"),
+            *("optimizer_transform", "hyperparameters", "source_config", "source_rules"),
         ),
         "For which ranks (--to deepspeed)": (
             *("tp", "dp", "ep", "zero", "config", "rules", "plan", "grain"),
@@ -103,6 +103,7 @@ class _Convert(SectionedCommand):
     help="ZeRO stage of DeepSpeed's own files, 0 to 3. Default: as in CHECKPOINT.",
 )
 @cut_options
+@source_options
 @stage_options
 @click.option(
     "--zero-init/--no-zero-init",
@@ -223,6 +224,8 @@ def command(
     pp_layers: str | None,
     pp_tied: dict[str, tuple[int, ...]] | None,
     zero_init: bool | None,
+    source_config: str | None,
+    source_rules: str | None,
     optimizer_transform: bool,
     hyperparameters: str | None,
     memory: int,
@@ -265,6 +268,8 @@ def command(
         pp_tied=pp_tied,
         hyperparameters=hyperparameters,
         zero_init=zero_init,
+        source_config=source_config,
+        source_rules=source_rules,
     )
     this = _this(process, executor)
     if dry_run:

@@ -1,4 +1,4 @@
-"""Options that say how the next run is cut."""
+"""Options that say how a checkpoint is cut, and the next run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from restride.cli.options import PathName
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["cut_options"]
+__all__ = ["cut_options", "source_options"]
 
 _Decorated = TypeVar("_Decorated", bound="Callable[..., object]")
 
@@ -45,6 +45,28 @@ def cut_options(command: _Decorated) -> _Decorated:
             metavar="N",
             help="tp_grain_size of the next run. Default: as the checkpoint's own configuration "
             "says.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def source_options(command: _Decorated) -> _Decorated:
+    """Add ``--source-config`` and ``--source-rules`` to a command that reads a checkpoint."""
+    options = (
+        click.option(
+            "--source-config",
+            metavar="FILE",
+            type=PathName(),
+            help="config.json of the model, where CHECKPOINT does not say how its tensor-parallel "
+            "ranks cut it: as AutoTP does.",
+        ),
+        click.option(
+            "--source-rules",
+            metavar="FILE",
+            type=PathName(),
+            help="Rules of your own for that, as for --rules.",
         ),
     )
     for option in reversed(options):

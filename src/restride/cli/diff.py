@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from restride.cli.contents import show_headline
+from restride.cli.cut_options import source_options
 from restride.cli.exits import concluded
 from restride.cli.numbers import Number
 from restride.cli.options import PathName, as_rules, json_option, memory_option, states_option
@@ -66,6 +67,7 @@ _DRIFT: Final = "replica-drift"
     help="Look for names of A that the regular expression OLD matches as a whole under NEW in B.",
 )
 @tied_option
+@source_options
 @memory_option
 @json_option
 def command(
@@ -77,6 +79,8 @@ def command(
     states: Literal["weights", "all"],
     rename: Sequence[tuple[str, str]],
     pp_tied: dict[str, tuple[int, ...]] | None,
+    source_config: str | None,
+    source_rules: str | None,
     memory: int,
     as_json: bool,
 ) -> int:
@@ -101,6 +105,8 @@ def command(
             rename=rename,
             budget_nbytes=memory,
             pp_tied=pp_tied,
+            source_config=source_config,
+            source_rules=source_rules,
             observer=observer,
         )
     code = concluded(is_fine=report.verdict == "same")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from restride.checkpoint.fingerprints import fingerprints_to_json
+from restride.cli.cut_options import source_options
 from restride.cli.exits import ExitCode
 from restride.cli.options import PathName, json_option, memory_option, states_option
 from restride.cli.output import Column, open_page, write_json
@@ -42,6 +43,7 @@ Examples:
 )
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @tied_option
+@source_options
 @memory_option
 @json_option
 def command(
@@ -51,6 +53,8 @@ def command(
     out: str | None,
     force: bool,
     pp_tied: dict[str, tuple[int, ...]] | None,
+    source_config: str | None,
+    source_rules: str | None,
     memory: int,
     as_json: bool,
 ) -> int:
@@ -66,7 +70,13 @@ def command(
         raise ExistsError("it exists already", where=out, remedy="choose another name, or --force")
     with open_progress("reading") as observer:
         found = comparison.fingerprint(
-            checkpoint, states=states, budget_nbytes=memory, pp_tied=pp_tied, observer=observer
+            checkpoint,
+            states=states,
+            budget_nbytes=memory,
+            pp_tied=pp_tied,
+            source_config=source_config,
+            source_rules=source_rules,
+            observer=observer,
         )
     content = fingerprints_to_json(found)
     if out is not None:

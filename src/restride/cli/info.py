@@ -13,6 +13,7 @@ from restride.cli.contents import (
     show_summary,
     show_tensors,
 )
+from restride.cli.cut_options import source_options
 from restride.cli.findings import show_findings
 from restride.cli.options import PathName, json_option
 from restride.cli.output import open_page, write_json
@@ -34,14 +35,24 @@ Examples:
 @click.command("info", epilog=_EXAMPLES)
 @click.argument("checkpoint", type=PathName())
 @tied_option
+@source_options
 @json_option
-def command(checkpoint: str, *, pp_tied: dict[str, tuple[int, ...]] | None, as_json: bool) -> None:
+def command(
+    checkpoint: str,
+    *,
+    pp_tied: dict[str, tuple[int, ...]] | None,
+    source_config: str | None,
+    source_rules: str | None,
+    as_json: bool,
+) -> None:
     """What is in a checkpoint, and how is it cut?
 
     CHECKPOINT is a folder that a training job saved, or a file or folder of safetensors. Only
     headers and indices are read, no tensor.
     """
-    catalog = api.open(checkpoint, pp_tied=pp_tied)
+    catalog = api.open(
+        checkpoint, pp_tied=pp_tied, source_config=source_config, source_rules=source_rules
+    )
     if as_json:
         write_json(catalog_to_json(catalog))
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from restride.checkpoint.training import Training
     from restride.storage.torch_zip import TorchFiles
 
-__all__ = ["Format", "detect_format", "open_catalog", "open_catalogs", "open_training"]
+__all__ = [
+    "Format",
+    "Told",
+    "detect_format",
+    "open_catalog",
+    "open_catalogs",
+    "open_training",
+    "require_told_matters",
+]
 
 Format: TypeAlias = Literal["deepspeed", "safetensors", "universal"]
 
@@ -35,47 +43,75 @@ _LOOKED_FOR: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a user tells of a checkpoint where its files do not.
+
+    Attributes:
+        pp_tied: The layers of a pipeline that share a module.
+        source_config: The ``config.json`` of the model, as AutoTP cut it.
+        source_rules: A rule file that says how its tensor-parallel ranks cut it.
+    """
+
+    pp_tied: Mapping[str, Sequence[int]] | None = None
+    source_config: str | PathLike[str] | None = None
+    source_rules: str | PathLike[str] | None = None
+
+    @property
+    def is_of_cut(self) -> bool:
+        """Whether anything is told of the tensor-parallel cut."""
+        return self.source_config is not None or self.source_rules is not None
+
+
+_NOTHING: Final = Told()
+
+
 def open_catalog(
-    path: str | PathLike[str],
-    opened: TorchFiles | None = None,
-    pp_tied: Mapping[str, Sequence[int]] | None = None,
+    path: str | PathLike[str], opened: TorchFiles | None = None, told: Told = _NOTHING
 ) -> Catalog:
     """Find out what is in a checkpoint of any known format, without loading a tensor.
 
     Args:
         path: A file or a folder.
         opened: What its files are opened by, where others will ask for them again.
-        pp_tied: What is told of the layers of a pipeline that share a module. Formats that do not
-            need it do not ask, and their catalog does not have it.
+        told: What a user tells of it. Formats that do not need it do not ask, and their catalog
+            does not have it.
 
     Raises:
         FormatError: It is no checkpoint that is known, or one that is damaged.
         UnsupportedError: It is one that cannot be read, or what is told is not so.
+        RuleError: What is told of the cut is not so.
         ExecutionError: It is not there, or the system cannot read it.
     """
     name = detect_format(path)
     module = import_module(f"restride.formats.{name}")
     options: tuple[object, ...] = () if name == "safetensors" else (opened,)
-    if name == "deepspeed" and pp_tied is not None:
-        from restride.formats.deepspeed.stage_cut import read_ties  # noqa: PLC0415 - rarely said
-
-        options = (opened, read_ties(pp_tied))
+    if name == "deepspeed" and told != _NOTHING:
+        options = (opened, *_read_told(told))
     catalog: Catalog = module.read_catalog(path, *options)
     if name == "safetensors":
         catalog = replace(catalog, findings=(*catalog.findings, *_left(Path(path))))
     return catalog
 
 
-def open_catalogs(
-    *paths: str | PathLike[str], pp_tied: Mapping[str, Sequence[int]] | None
-) -> tuple[Catalog, ...]:
+def _read_told(told: Told) -> tuple[object, object]:
+    """What is told, as the reader of DeepSpeed's files takes it."""
+    from restride.formats.deepspeed.stage_cut import read_ties  # noqa: PLC0415 - rarely said
+    from restride.formats.deepspeed.told_cut import ToldCut  # noqa: PLC0415 - likewise
+
+    tied = None if told.pp_tied is None else read_ties(told.pp_tied)
+    return tied, ToldCut(told.source_config, told.source_rules) if told.is_of_cut else None
+
+
+def open_catalogs(*paths: str | PathLike[str], told: Told = _NOTHING) -> tuple[Catalog, ...]:
     """As `open_catalog`, of checkpoints that are only looked at: what is told has to matter.
 
     Raises:
         UnsupportedError: It matters to none of them, among others.
     """
-    catalogs = tuple(open_catalog(path, None, pp_tied) for path in paths)
-    if pp_tied is not None and all(catalog.tied is None for catalog in catalogs):
+    catalogs = tuple(open_catalog(path, None, told) for path in paths)
+    require_told_matters(told, *catalogs)
+    if told.pp_tied is not None and all(catalog.tied is None for catalog in catalogs):
         raise UnsupportedError(
             "no names depend on which layers are tied: only pipelines without ZeRO number their "
             "parameters",
@@ -83,6 +119,21 @@ def open_catalogs(
             remedy="leave --pp-tied out",
         )
     return catalogs
+
+
+def require_told_matters(told: Told, *catalogs: Catalog) -> None:
+    """Refuse what is told of a cut that the checkpoints say themselves.
+
+    Raises:
+        UnsupportedError: None of them needs it.
+    """
+    if told.is_of_cut and not any(catalog.is_cut_told for catalog in catalogs):
+        raise UnsupportedError(
+            "says itself how its ranks cut every parameter, or was written by one tensor-parallel "
+            "rank: what is told of that would be passed over",
+            where=catalogs[0].root,
+            remedy="leave --source-config and --source-rules out",
+        )
 
 
 def open_training(catalog: Catalog, opened: TorchFiles | None = None) -> Training:

@@ -5,7 +5,7 @@ geometry. Older ones (and Megatron-DeepSpeed) sort parameters into categories by
 parameter that is in no category is cut along dimension 0, which is the rule of the format
 (deepspeed 0.19.8 `checkpoint/ds_to_universal.py`, `merge_tp_slices`) and holds only where the
 categories have been written. A parameter of which nothing is said is refused: its shape and its
-name look the same whether it was cut, fused or replicated.
+name look the same whether it was cut, fused or replicated. A user may know it (`told_cut.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from restride.algebra.layout import Layout, Shape
     from restride.algebra.mesh import Mesh
     from restride.formats.deepspeed._fields import Field
+    from restride.formats.deepspeed.told_cut import ToldCut
 
 __all__ = [
     "AVERAGED",
@@ -54,6 +55,7 @@ class Placement:
         info: `universal_checkpoint_info`, or None where the file has none.
         mesh: The tensor-parallel ranks.
         where: File, for errors.
+        told: What a user tells of parameters of which nothing is said.
 
     Raises:
         FormatError: The metadata has another type than it must have.
@@ -61,8 +63,11 @@ class Placement:
         UnsupportedError: The metadata has a pattern, key or version that is not understood.
     """
 
-    def __init__(self, info: Field | None, mesh: Mesh, where: str) -> None:
+    def __init__(
+        self, info: Field | None, mesh: Mesh, where: str, told: ToldCut | None = None
+    ) -> None:
         self._mesh = mesh
+        self._told = told
         self._where = where
         self._maps: PatternTable[Layout] = PatternTable([])
         self._unsupported: PatternTable[str] = PatternTable([])
@@ -114,6 +119,7 @@ class Placement:
                 patterns contradict each other.
             UnsupportedError: Nothing is said of this parameter, or the writer itself says that
                 its layout is not known.
+            RuleError: What a user tells of it makes no such shards.
         """
         if self._mesh.size == 1:
             return replicated(shapes[0], mesh=self._mesh)
@@ -129,15 +135,28 @@ class Placement:
         if found and not _is_of_empty_partition(found[0][1], shapes):
             return _as_stored(found[0][1], shapes, self._place(name))
         try:
-            return self._by_category(name, shapes)
+            layout = self._by_category(name, shapes)
         except LayoutError as error:
             raise CorruptError(
                 f"the shards of shapes {', '.join(map(str, shapes))} do not fit what is said of "
                 f"them: {error.problem}",
                 where=self._place(name),
             ) from error
+        if layout is not None:
+            return layout
+        if self._told is not None:
+            return self._told.layout(name, shapes, self._mesh)
+        raise UnsupportedError(
+            f"nothing in the checkpoint says how {self._mesh.size} tensor-parallel ranks hold "
+            f"shards of shapes {', '.join(map(str, shapes))}",
+            where=self._place(name),
+            remedy="say it with --source-config, the config.json of a model that AutoTP cut, or "
+            "--source-rules; universal_checkpoint_info with an affine_map, or with "
+            f"{ROW_PARALLEL} and {REPLICATED}, would say it as well",
+        )
 
-    def _by_category(self, name: str, shapes: Sequence[Shape]) -> Layout:
+    def _by_category(self, name: str, shapes: Sequence[Shape]) -> Layout | None:
+        """What the categories say; None where they have not been written."""
         found = [category for _, category in self._categories.find(name)]
         if len(set(found)) > 1:
             raise CorruptError(f"is said to be {' and '.join(found)}", where=self._place(name))
@@ -153,13 +172,7 @@ class Placement:
         if category == TWO_SUB_PARAMS:
             return _two_halves(shapes, self._mesh)
         if not self._has_categories:
-            raise UnsupportedError(
-                f"nothing in the checkpoint says how {self._mesh.size} tensor-parallel ranks hold "
-                f"shards of shapes {', '.join(map(str, shapes))}",
-                where=self._place(name),
-                remedy="universal_checkpoint_info with an affine_map, or with "
-                f"{ROW_PARALLEL} and {REPLICATED}, would say it",
-            )
+            return None
         return self._joined(name, shapes, 0)
 
     def _joined(self, name: str, shapes: Sequence[Shape], dim: int) -> Layout:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._partitions import FlatCut, Partitions
     from restride.formats.deepspeed._run import Run
     from restride.formats.deepspeed._whole import Whole
+    from restride.formats.deepspeed.told_cut import ToldCut
 
 __all__ = ["read_tensors"]
 
@@ -53,6 +54,7 @@ def read_tensors(
     expert_files: ExpertFiles,
     partitions: Partitions,
     whole: Whole | None = None,
+    told: ToldCut | None = None,
 ) -> Iterator[TensorEntry]:
     """Yield the tensors of a checkpoint in the order of the model.
 
@@ -62,12 +64,14 @@ def read_tensors(
         expert_files: Their weights.
         partitions: What the optimizer files hold.
         whole: What the model files hold of the optimizer, without ZeRO.
+        told: What a user tells of the cut of parameters of which the files say nothing.
 
     Raises:
         CorruptError: Files contradict each other.
         UnsupportedError: Nothing says how a parameter is cut.
+        RuleError: What is told of a parameter makes no such shards.
     """
-    yield from _Reader(run, experts, expert_files, partitions, whole).read()
+    yield from _Reader(run, experts, expert_files, partitions, whole, told).read()
 
 
 class _Reader:
@@ -78,6 +82,7 @@ class _Reader:
         expert_files: ExpertFiles,
         partitions: Partitions,
         whole: Whole | None,
+        told: ToldCut | None,
     ) -> None:
         self._run = run
         self._experts = experts
@@ -85,8 +90,9 @@ class _Reader:
         self._partitions = partitions
         self._whole = whole
         self._tp_mesh = Mesh((("tp", run.tp_size),))
+        self._told = told
         self._flat_layouts = FlatLayouts(run.mesh)
-        self._placements = _placements(run, self._tp_mesh)
+        self._placements = _placements(run, self._tp_mesh, told)
         self._ranks = ExpertRanks(run, experts)
         self._trained = dict.fromkeys(
             name
@@ -366,6 +372,10 @@ class _Reader:
         shapes = self._shapes(name)
         known = self._apart.get(name, name)  # what is said of a tied weight is said of one name
         layout = self._placements[0].layout(known, shapes)
+        weights = [model.weights.get(name) for model in self._run.models]
+        shards = [weight for weight in weights if weight is not None]
+        if self._told and known in self._told.layouts and len(shards) == len(weights):
+            self._told.require_cut(known, shards)
         for placement, model in zip(self._placements[1:], self._run.all_models[1:], strict=True):
             if placement is not self._placements[0] and placement.layout(known, shapes) != layout:
                 raise CorruptError(
@@ -443,7 +453,7 @@ def _is_stored(views: tuple[object, ...]) -> bool:
     return all(view is not None and prod(getattr(view, "shape", ())) for view in views)
 
 
-def _placements(run: Run, mesh: Mesh) -> list[Placement]:
+def _placements(run: Run, mesh: Mesh, told: ToldCut | None) -> list[Placement]:
     """What each model file says of the layouts; equal metadata is read once."""
     found: list[Placement] = []
     first = run.all_models[0].root.get("universal_checkpoint_info")
@@ -452,5 +462,5 @@ def _placements(run: Run, mesh: Mesh) -> list[Placement]:
         is_same = bool(found) and (
             info is None if first is None else info is not None and info.value == first.value
         )
-        found.append(found[0] if is_same else Placement(info, mesh, model.root.where))
+        found.append(found[0] if is_same else Placement(info, mesh, model.root.where, told))
     return found

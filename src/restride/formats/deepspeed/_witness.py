@@ -59,6 +59,12 @@ class Witness:
         (token,) = self.rounded_tokens(tensor, [tensor.storage.dtype])
         return token
 
+    def is_varied(self, tensor: StoredTensor) -> bool:
+        """Whether a sample of a tensor has more than one value."""
+        sample = self._read(tensor, _indices(prod(tensor.shape)))
+        elements = sample.view(storage_dtype(tensor.storage.dtype))
+        return bool((elements[1:] != elements[:-1]).any())
+
     def rounded_tokens(self, tensor: StoredTensor, dtypes: Iterable[DType]) -> frozenset[Token]:
         """Digest a sample of a master weight, rounded to each of some dtypes."""
         sample = self._read(tensor, _indices(prod(tensor.shape)))

@@ -252,12 +252,13 @@ class ModelCopies:
         return tensor.name in self._owned and prod(self._shard_shape(tensor, tp)) > 0
 
     def _told(self, model: ModelFile, *, is_partitioned: bool) -> dict[Value, Value] | None:
-        """What a universal folder says of experts, where there are some (as the peer says it).
+        """What a universal folder has to say anew: of experts (as the peer says it), of the cut.
 
         Of single experts the source says what each rank has, under the names that it has there.
+        Where it says nothing of the cut, what a user told is written down for who reads it next.
         """
         root = model.root
-        if self._native and self._run.tp_size > 1:
+        if (self._native or self._catalog.is_cut_told) and self._run.tp_size > 1:
             return universal_info(
                 {
                     tensor.name: self._native.get(tensor.name, tensor.layout)
@@ -265,6 +266,7 @@ class ModelCopies:
                     if tensor.kind == "parameter"
                 },
                 self._training.described,
+                has_maps=self._training.has_maps,
             )
         layers = root.get(_EXPERT_LAYERS) or root.get(_OLD_EXPERT_LAYERS)
         if layers is None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from restride.checkpoint.catalog import Catalog
+from restride.checkpoint.retarget import stated_grain
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._chunks import read_chunks
 from restride.formats.deepspeed._consistency import find_contradictions
@@ -24,11 +25,12 @@ from restride.formats.deepspeed._whole_experts import (
 from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping, Sequence
     from os import PathLike
 
     from restride.formats.deepspeed._expert_files import Expert, ExpertFiles
     from restride.formats.deepspeed._run import Run
+    from restride.formats.deepspeed.told_cut import ToldCut
 
 __all__ = ["read_catalog"]
 
@@ -37,6 +39,7 @@ def read_catalog(
     path: str | PathLike[str],
     opened: TorchFiles | None = None,
     tied: Mapping[str, tuple[int, ...]] | None = None,
+    told: ToldCut | None = None,
 ) -> Catalog:
     """Read what a DeepSpeed checkpoint holds: every tensor, its states, and where they are.
 
@@ -45,6 +48,7 @@ def read_catalog(
         opened: What its files are opened by, where others ask for them again.
         tied: For the key of each tied module of a pipeline, all layers that use it; empty where
             none is tied. Asked for where an optimizer numbers its parameters: without ZeRO.
+        told: What a user tells of the cut of parameters. Asked for where the files say nothing.
 
     Returns:
         A catalog over the mesh ``dp, tp``. The layout of a parameter is that of the tensor-parallel
@@ -61,6 +65,7 @@ def read_catalog(
         CorruptError: Files are damaged or contradict each other.
         UnsupportedError: It is a checkpoint of a kind that cannot be read (experts
             in a pipeline), or nothing in it says how a parameter is cut.
+        RuleError: What is told of the cut is not so.
         ExecutionError: The system cannot read a file.
 
     Cost:
@@ -73,11 +78,15 @@ def read_catalog(
     partitions = [read(stage, experts) for stage in runs]
     ranks = ExpertRanks(experts, files, puts_data_first(run))
     wholes = [read_whole(stage, ranks) for stage in runs]
+    values = read_values(runs, [held.members for held in partitions], files.extras, wholes)
+    if told is not None:
+        told.see(_names(runs), grain=stated_grain(values) or 1)
     tensors = [
-        tuple(read_tensors(stage, experts, files, held, whole))
+        tuple(read_tensors(stage, experts, files, held, whole, told))
         for stage, held, whole in zip(runs, partitions, wholes, strict=True)
     ]
-    values = read_values(runs, [held.members for held in partitions], files.extras, wholes)
+    if told is not None:
+        run.findings.extend(told.findings())
     optimizers = expert_optimizers(run, ranks)
     run.findings.extend(found for stage in runs for found in find_contradictions(stage, optimizers))
     return Catalog(
@@ -88,8 +97,18 @@ def read_catalog(
         tensors=joined_tensors(tensors),
         values=values,
         findings=tuple(run.findings),
+        is_cut_told=told is not None and bool(told.layouts),
         tied=tied if run.names is not None and run.names.tied_to is not None else None,
     )
+
+
+def _names(runs: Sequence[Run]) -> Collection[str]:
+    """All parameters that are named somewhere."""
+    found: dict[str, None] = {}
+    for model in (model for run in runs for model in run.models):
+        groups = (model.dtypes, model.weights, model.frozen, *(model.param_shapes or ()))
+        found |= dict.fromkeys(name for group in groups for name in group)
+    return found
 
 
 def _experts(run: Run) -> tuple[dict[str, Expert], ExpertFiles]:

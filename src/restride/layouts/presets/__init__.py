@@ -12,8 +12,9 @@ from restride.layouts.presets._models import (
     nearest_models,
     shown_models,
 )
-from restride.layouts.presets.autotp import autotp_cuts, autotp_layouts, fused_layout
+from restride.layouts.presets.autotp import autotp_cuts, autotp_layouts, fused_layout, is_head
 from restride.layouts.presets.fitting import require_model_of, require_no_other_model
+from restride.layouts.presets.from_shards import ShardCuts
 from restride.layouts.presets.rule_file import (
     Matched,
     Rules,
@@ -26,10 +27,12 @@ __all__ = [
     "Matched",
     "Rules",
     "Settings",
+    "ShardCuts",
     "autotp_cuts",
     "autotp_layouts",
     "fused_layout",
     "how_to_write",
+    "is_head",
     "known_models",
     "matched_layouts",
     "name_pattern",

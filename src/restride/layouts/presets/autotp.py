@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from restride.layouts.presets._config import Settings
     from restride.layouts.presets._families import Family
 
-__all__ = ["autotp_cuts", "autotp_layouts", "fused_layout"]
+__all__ = ["autotp_cuts", "autotp_layouts", "fused_layout", "is_head"]
 
 _HEADS = ("lm_head", "embed_out")
 
@@ -134,6 +134,12 @@ def fused_layout(config: Mapping[str, object], name: str) -> str | None:
     return None
 
 
+def is_head(name: str) -> bool:
+    """Whether a parameter is the weight of an output head."""
+    layer, _, kind = name.rpartition(".")
+    return kind == "weight" and layer.rpartition(".")[2] in _HEADS
+
+
 def _tied(
     config: Mapping[str, object],
     family: Family,
@@ -148,9 +154,8 @@ def _tied(
     """
     heads = [name for name in shapes if name.split(".")[-2:-1] and name.split(".")[-2] in _HEADS]
     embeddings = [n for n in shapes if family.embedding and family.embedding.matches(n)]
-    weights = [name for name in heads if name.endswith(".weight")]
     said = config.get("tie_word_embeddings")
-    is_tied = said if isinstance(said, bool) else not weights
+    is_tied = said if isinstance(said, bool) else not any(map(is_head, heads))
     if not is_tied or len(embeddings) != 1:
         return {}
     rows = shapes[embeddings[0]][0]

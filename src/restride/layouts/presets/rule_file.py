@@ -41,7 +41,7 @@ from restride.layouts.replicated import replicated
 from restride.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from restride.algebra.layout import Layout
     from restride.algebra.mesh import MeshLike
@@ -53,6 +53,7 @@ __all__ = [
     "Rules",
     "matched_layouts",
     "read_rules",
+    "resolved_rules",
     "rule_layouts",
 ]
 
@@ -203,14 +204,7 @@ def matched_layouts(
     """
     target = find_mesh_axis(mesh, axis)
     settings = read_settings(config, grain=grain) if config else Settings(grain=grain)
-    resolved = tuple(_resolve(rule, config) for rule in rules.rules)
-    for rule in resolved:
-        if shapes and not any(rule.pattern.matches(name) for name in shapes):
-            raise RuleError(
-                f"{rule.pattern.text!r} matches none of {counted(len(shapes), 'parameter')}",
-                where=rule.where,
-                remedy=f"they have names such as {next(iter(shapes))!r}",
-            )
+    resolved = resolved_rules(rules, shapes, config)
     found: dict[str, Matched] = {}
     for name, shape in shapes.items():
         first = next((rule for rule in resolved if rule.pattern.matches(name)), None)
@@ -218,6 +212,25 @@ def matched_layouts(
             layout = build_rule(first, name, as_shape(shape), target, settings)
             found[name] = Matched(first.pattern.text, layout)
     return found
+
+
+def resolved_rules(
+    rules: Rules, names: Collection[str], config: Mapping[str, object] | None
+) -> tuple[Rule, ...]:
+    """Rules with the numbers that they take from a config, of which each matches something.
+
+    Raises:
+        RuleError: A rule matches none of the names, or asks for what the config does not say.
+    """
+    resolved = tuple(_resolve(rule, config) for rule in rules.rules)
+    for rule in resolved:
+        if names and not any(rule.pattern.matches(name) for name in names):
+            raise RuleError(
+                f"{rule.pattern.text!r} matches none of {counted(len(names), 'parameter')}",
+                where=rule.where,
+                remedy=f"they have names such as {next(iter(names))!r}",
+            )
+    return resolved
 
 
 @dataclass(frozen=True, slots=True)
