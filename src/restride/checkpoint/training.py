@@ -150,6 +150,8 @@ class Training:
             all.
         described: What `universal_checkpoint_info` of the source says beside its maps, pattern
             lists and categories: version, original vocabulary size; empty where there is none.
+        has_maps: Whether the source says in maps how parameters are cut, or not at all; a model
+            that says it itself does so in lists of patterns.
         experts: One mapping for each layer of experts that AutoEP made, in the stored form; ranks
             and sizes in it are the source's.
         pipeline: The layers and stages where the source has files of layers, else None. Then
@@ -166,6 +168,7 @@ class Training:
     experts: tuple[Mapping[str, Value], ...] = ()
     data_size: int = 1
     pipeline: Pipeline | None = None
+    has_maps: bool = True
 
     @property
     def model_size(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from restride import api
 from restride.algebra.mesh import as_mesh
 from restride.algebra.signature import same_layout
 from restride.errors import UnsupportedError
@@ -12,7 +13,7 @@ from restride.formats.deepspeed.reader import read_catalog
 from restride.formats.deepspeed.target import DeepSpeedTarget
 from restride.formats.deepspeed.training import read_training
 from restride.formats.deepspeed.writer import lay_out
-from restride.layouts import padded, replicated, split, sub_params
+from restride.layouts import codegen_qkv, padded, replicated, split, sub_params
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.exporting import write_export
 from restride.testing.gather import gather_all
@@ -78,6 +79,44 @@ def test_lists_alone_say_the_same_as_the_maps(tmp_path):
     without_maps(tmp_path / "out")
 
     require_read_as(tmp_path / "out", layouts, source)
+
+
+LISTS = {
+    "universal_checkpoint_info": {
+        "universal_checkpoint_version": 0.2,
+        "tp_replicated_parameter_patterns": [".*norm.*"],
+        "parameter_with_row_parallelism_patterns": [".*down.*"],
+    }
+}
+
+
+def test_a_model_that_says_it_in_lists_has_lists_alone(tmp_path):
+    """A universal folder is marked by them, and an engine of such a model asks for the marks."""
+    layouts = {
+        "embed.weight": split((6, 3), mesh=MESH),
+        "down.weight": split((3, 4), mesh=MESH, dim=1),
+        "norm.weight": replicated((3,), mesh=MESH),
+    }
+
+    source = write(tmp_path, layouts, LISTS)
+
+    require_read_as(tmp_path / "out", layouts, source)
+    assert "affine_map" not in info_of(tmp_path / "out")
+    api.convert(tmp_path / "out", tmp_path / "folder", to="universal")
+    (path,) = tmp_path.glob("folder/*/zero/down.weight/fp32.pt")
+    assert open_torch_zip(path).value["cat_dim"] == 1
+
+
+def test_maps_are_there_where_lists_would_say_something_else(tmp_path):
+    layouts = {
+        "qkv.weight": codegen_qkv((48, 3), mesh=MESH, heads=16),
+        "norm.weight": replicated((3,), mesh=MESH),
+    }
+
+    source = write(tmp_path, layouts, LISTS)
+
+    require_read_as(tmp_path / "out", layouts, source)
+    assert "affine_map" in info_of(tmp_path / "out")
 
 
 def test_a_padded_vocabulary_is_described_by_its_size(tmp_path):

@@ -11,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from restride import api
+from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import StoredTensor
 from restride.errors import UnsupportedError
 from restride.formats._registry import open_training
+from restride.formats.universal import lay_out
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.command_line import run
 from restride.testing.gather import gather_all
@@ -252,6 +254,25 @@ def test_a_state_that_is_missing_in_zero_3_is_refused_with_the_way_out(tmp_path)
     with pytest.raises(UnsupportedError, match=r"'w': has no state 'exp_avg' .*--stage 1"):
         api.convert(source, tmp_path / "out", to="universal", stage=3)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_that_is_its_own_master_copy_is_named_so_for_zero_3(tmp_path):
+    """Stacks of experts that were trained in float32 without ZeRO have no other."""
+    catalog = api.open(written(tmp_path / "in", 1, {"w": parameter(0, (4,))}, dp=1, tp=1))
+    (tensor,) = catalog.tensors
+    states = {key: own for key, own in tensor.states.items() if key != "fp32"}
+    alone = replace(tensor, states={**states, "weight": tensor.states["fp32"]})
+
+    export = lay_out(
+        replace(catalog, tensors=(alone,)), open_training(catalog), is_partitioned=True
+    )
+
+    masters = [own for own in export.sources if own.key.endswith("zero/w/fp32.pt")]
+    assert [(own.state, own.entry) for own in masters] == [("weight", tensor.states["fp32"])]
+    rounded = replace(states["weight"], dtype=DTYPES["bfloat16"])
+    alone = replace(tensor, states={**states, "weight": rounded})
+    with pytest.raises(UnsupportedError, match="has no state 'fp32'"):
+        lay_out(replace(catalog, tensors=(alone,)), open_training(catalog), is_partitioned=True)
 
 
 def test_a_state_that_zero_3_does_not_load_is_told_of(tmp_path):

@@ -3,6 +3,10 @@ r"""`universal_checkpoint_info` made anew: how the ranks of the target cut each 
 DeepSpeed says it twice (deepspeed 0.19.8 `module_inject/layers.py`,
 `collect_autotp_universal_checkpoint_info`): as affine maps, and for older converters as lists of
 patterns. Both follow from the layouts. Without tensor parallelism it says nothing, nor do we.
+
+A model that says it itself, as those of Megatron do, has the lists alone. An engine of such a model
+loads a universal folder by marks that converters make of the lists, and not of maps: with these it
+would cut by rows what is cut by columns, without a word (seen with deepspeed 0.19.8).
 """
 
 from __future__ import annotations
@@ -12,8 +16,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from restride.algebra.mesh import Mesh
+from restride.algebra.signature import same_layout
 from restride.errors import RestrideError
-from restride.formats.deepspeed._placement import REPLICATED, ROW_PARALLEL, VOCABULARY
+from restride.formats.deepspeed._fields import Field
+from restride.formats.deepspeed._placement import REPLICATED, ROW_PARALLEL, VOCABULARY, Placement
 from restride.formats.deepspeed.maps import MAP_VERSION
 from restride.formats.deepspeed.maps_out import to_affine_map
 from restride.layouts._arguments import find_mesh_axis
@@ -23,7 +30,7 @@ from restride.layouts._segments import read_segments
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from restride.algebra.layout import Layout
+    from restride.algebra.layout import Layout, Shape
     from restride.checkpoint.values import Value
 
 __all__ = ["universal_info"]
@@ -40,13 +47,14 @@ _Widths: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def universal_info(
-    parameters: Mapping[str, Layout], described: Mapping[str, Value]
+    parameters: Mapping[str, Layout], described: Mapping[str, Value], *, has_maps: bool = True
 ) -> dict[Value, Value]:
     """Describe the layouts of the target as DeepSpeed's own converter reads them.
 
     Args:
         parameters: How the tensor-parallel ranks cut each parameter, by name.
         described: What the source says besides.
+        has_maps: Whether there are maps of what the lists alone would say.
 
     Raises:
         UnsupportedError: A layout has no words in DeepSpeed's format.
@@ -82,8 +90,26 @@ def universal_info(
         }
     if vocabulary is not None:
         info[_VOCABULARY_SIZE] = vocabulary
-    info["affine_map"] = {"version": MAP_VERSION, "params": _maps(cuts, vocabulary)}
+    if has_maps or not _is_told(info, parameters):
+        info["affine_map"] = {"version": MAP_VERSION, "params": _maps(cuts, vocabulary)}
     return info
+
+
+def _is_told(info: dict[Value, Value], parameters: Mapping[str, Layout]) -> bool:
+    """Whether the lists alone say how every parameter is cut."""
+    mesh = next((layout.mesh for layout in parameters.values()), Mesh((("tp", 1),)))
+    try:
+        placement = Placement(Field(info, "lists"), mesh, "lists")
+        return all(
+            same_layout(layout, placement.layout(name, _shards(layout)))
+            for name, layout in parameters.items()
+        )
+    except RestrideError:
+        return False
+
+
+def _shards(layout: Layout) -> list[Shape]:
+    return [layout.shard_shape(rank) for rank in range(layout.rank_count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from restride.checkpoint.selection import Selected
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
+from restride.formats.deepspeed._native_target import PlacedNative
 from restride.formats.deepspeed._settings import is_bf16, is_round_robin, uses_bf16_optimizer
 from restride.formats.deepspeed._spread import spread_dense
 from restride.formats.deepspeed._stage_place import StageDraft
@@ -89,7 +90,12 @@ class Writing:
             # Of single experts, those that the first rank has: others have them under these names.
             if tensor.kind == "parameter" and (name in experts or not self.is_expert(name))
         }
-        return universal_info(parameters, self.training.described)
+        training = self.training
+        # AutoTP makes maps. Models with DeepSpeed's own experts bring their tensor parallelism.
+        has_maps = training.has_maps and (
+            bool(training.described) or not isinstance(self.experts, PlacedNative)
+        )
+        return universal_info(parameters, training.described, has_maps=has_maps)
 
     @property
     def is_lean(self) -> bool:

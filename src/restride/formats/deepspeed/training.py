@@ -21,6 +21,7 @@ from restride.formats.deepspeed import _model, _optimizer
 from restride.formats.deepspeed._expert_files import open_experts
 from restride.formats.deepspeed._expert_ranks import ExpertRanks
 from restride.formats.deepspeed._fields import Field, shown
+from restride.formats.deepspeed._placement import REPLICATED, ROW_PARALLEL
 from restride.formats.deepspeed._run import joined_run, open_stages
 from restride.formats.deepspeed._settings import group_order, is_round_robin
 from restride.formats.deepspeed._stage_groups import merged_groups
@@ -195,6 +196,7 @@ def read_model_training(run: Run, catalog: Catalog) -> Training:
         ranks=tuple(_rank(model) for model in run.all_models),
         data_size=len(run.all_models) // run.tp_size,
         described=dict(_described(first.root.get(_INFO))),
+        has_maps=not _is_listed(first.root.get(_INFO)),
         experts=tuple(_experts(first.root)),
     )
 
@@ -299,6 +301,13 @@ def _rank(model: ModelFile) -> ModelRank:
         },
         module_state=module.state if isinstance(module, OrderedDictValue) else None,
     )
+
+
+def _is_listed(info: Field | None) -> bool:
+    """Whether lists of patterns say how parameters are cut, and no map does."""
+    if info is None or info.get("affine_map") is not None:
+        return False
+    return info.get(REPLICATED) is not None or info.get(ROW_PARALLEL) is not None
 
 
 def _described(info: Field | None) -> Iterator[tuple[str, Value]]:

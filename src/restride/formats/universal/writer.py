@@ -272,7 +272,9 @@ class _Writer:
         for tensor in self._parameters:
             if tensor.name not in trained or not tensor.layout.full_numel:
                 continue
-            missing = [state for state in _ADAM if state not in tensor.states]
+            own = _own_master(tensor)
+            known = {*tensor.states, *(() if own is None else ("fp32",))}
+            missing = [state for state in _ADAM if state not in known]
             if missing:
                 raise UnsupportedError(
                     f"has no state {missing[0]!r} (it has {', '.join(sorted(tensor.states))}), and "
@@ -282,6 +284,8 @@ class _Writer:
                 )
             is_bare = is_flat and tensor.name not in self._companions.experts
             marks = None if is_bare else self._companions.marks.get(tensor.name, {})
+            if own is not None:
+                self._add(tensor, _WEIGHT, own, self._path(tensor.name, "fp32"), marks)
             for state, entry in _arrays(tensor):
                 self._add(tensor, state, entry, self._path(tensor.name, state), marks)
                 ignored |= {state} - {*_ADAM}
@@ -356,6 +360,17 @@ class _Writer:
                 "a universal folder keeps this name for itself", where=f"tensor {name!r}"
             )
         return f"{self._top}/zero/{name}/{state}.pt"
+
+
+def _own_master(tensor: TensorEntry) -> StateEntry | None:
+    """The weight of a parameter that is its own master copy, and is not named twice.
+
+    So are stacks of experts that are trained in float32 without ZeRO: their files are of single
+    ones.
+    """
+    weight = tensor.states.get(_WEIGHT)
+    is_master = weight is not None and weight.dtype == _MASTER and "fp32" not in tensor.states
+    return weight if is_master else None
 
 
 def _arrays(tensor: TensorEntry) -> Iterator[tuple[str, StateEntry]]:
