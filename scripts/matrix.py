@@ -17,6 +17,10 @@ of it. Everything that can be asked is asked; a cell fails if one of it differs.
 The stages of a pipeline (PP) are uniform. Without ZeRO its engine saves numbers, which are named
 with what is said of tied layers, and no engine loads a universal folder.
 
+Models with DeepSpeed's own layers of experts stand beside tensor-parallel ranks that cut the
+experts where it says `cut_experts=True`; rules say so of parameters. With `layers_on` the layers of
+the source are on as many ranks as it lists, and those of a target all on one number.
+
 Sources with `muon` are trained by DeepSpeed's Muon, which takes other steps without ZeRO; what its
 engine saves there is compared by number. Those with `elastic` have no hyperparameters: for ZeRO-0
 and ZeRO-3 they are given, for the other stages the engine keeps its own.
@@ -117,6 +121,7 @@ FOLDED = (
     Shape(2, 2, 1, 4),
     Shape(2, 1, 3, 2),
     Shape(1, 4, 1, 2),
+    Shape(2, 1, 0, 2),
 )
 # DeepSpeed's own layers of experts, which it does not train with ZeRO-3.
 OWN_EXPERTS = (
@@ -125,6 +130,23 @@ OWN_EXPERTS = (
     Shape(1, 4, 2, 2),
     Shape(1, 4, 1, 4),
     Shape(1, 2, 0, 2),
+)
+# The same beside tensor-parallel ranks, which hold experts whole, or cut them.
+OWN_WHOLE = (
+    Shape(1, 2, 1, 2),
+    Shape(2, 1, 1, 2),
+    Shape(2, 2, 2, 2),
+    Shape(2, 2, 1, 4),
+    Shape(4, 1, 2, 4),
+    Shape(2, 1, 0, 2),
+)
+OWN_CUT = (
+    Shape(1, 2, 2, 2),
+    Shape(2, 1, 1),
+    Shape(2, 2, 2, 2),
+    Shape(2, 4, 1, 2),
+    Shape(4, 1, 1),
+    Shape(2, 2, 0, 2),
 )
 STAGES = (
     Shape(1, 2, 1, pp=1),
@@ -143,7 +165,21 @@ TRAINED: dict[str, dict[str, Any]] = {
     "": {},
     "muon": {"optimizer": MUON, "zero_optimization": {"reduce_scatter": False}},
     "elastic": {"zero_optimization": {"elastic_checkpoint": True}},
+    "data_first": {"use_data_before_expert_parallelism": True},
 }
+# How tensor-parallel ranks hold the parameters of models with DeepSpeed's own layers of experts.
+RULES = """
+format = "restride-rules/1"
+rest = "whole"
+[[rules]]
+match = "**.up.{{weight,bias}}"
+layout = "{up}"
+[[rules]]
+match = "**.down.weight"
+layout = "{down}"
+"""
+CUT_EXPERTS = ("cut_experts", True)
+WHOLE_EXPERTS = ("cut_experts", False)
 # What an elastic checkpoint leaves out of the one group of `deepspeed_jobs.py`.
 LEFT_OUT = [{"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}]
 ELASTIC_STAGES = {1, 2}
@@ -185,8 +221,19 @@ SOURCES = (
     Source("qwen3moe", Shape(1, 4, 1, 4)),
     Source("mixtral", Shape(2, 1, 1, 2)),
     Source("mixtral", Shape(2, 2, 3, 2)),
+    Source("mixtral", Shape(2, 1, 0, 2)),
     *(Source("native_residual_moe", Shape(1, 2, zero, 2)) for zero in (0, 1, 2)),
     Source("native_moe", Shape(1, 2, 1, 2), "bf16"),
+    *(Source("native_moe", Shape(1, 4, zero, 4), more=(("layers_on", "2, 4"),)) for zero in (0, 1)),
+    *(
+        Source("native_residual_moe", Shape(tp, 2, zero, 2), more=(WHOLE_EXPERTS,))
+        for tp, zero in ((1, 1), (2, 0), (2, 1))
+    ),
+    *(
+        Source("native_residual_moe", Shape(tp, 2, zero, 2), more=(CUT_EXPERTS,))
+        for tp, zero in ((1, 1), (2, 0), (2, 2))
+    ),
+    Source("native_moe", Shape(2, 2, 1), more=(CUT_EXPERTS,), trained="data_first"),
     Source("pipeline", Shape(1, 1, 1, pp=2)),
     Source("pipeline", Shape(1, 2, 1, pp=2), "bf16"),
     Source("pipeline", Shape(1, 2, 1, pp=1)),
@@ -256,6 +303,10 @@ def job_of(source: Source, shape: Shape) -> dict[str, Any]:
     }
     if source.shape.ep > 1 or shape.ep > 1:
         job["ep"] = shape.ep
+    if "layers_on" in job and shape is source.shape:
+        job["ep"] = [int(number) for number in job["layers_on"].split(", ")]
+    if source.model in OWN:
+        return job | ({"config": TRAINED[source.trained]} if source.trained else {})
     if source.shape.ep > 1 and max(shape.tp, source.shape.tp) > 1:
         preset = {"preset_model": source.model}
         job["config"] = {"expert_parallel": preset}
@@ -345,6 +396,10 @@ class Case:
             return False
         if mine.pp:  # what a stage adds up does not depend on the others
             return shape.tp == mine.tp
+        # Without ZeRO gradients of folded experts are added in another order.
+        folds = mine.ep > 1 and mine.tp > 1 and self._source.model not in OWN
+        if folds and (shape.zero == 0) != (mine.zero == 0):
+            return False
         return (shape.tp, shape.ep, shape.zero == 3) == (mine.tp, mine.ep, mine.zero == 3)
 
     def _sharded(self, shape: Shape, same: list[str]) -> list[str]:
@@ -361,6 +416,7 @@ class Case:
             ep=shape.ep,
             **stages_of(self._source, shape),
             hyperparameters=self._hyperparameters(shape),
+            rules=self._rules(),
             zero_init=False if self._source.trained == "muon" and shape.zero == 3 else None,
             plan=False if self._source.model == "codegen" else None,
             replicas=self._source.replicas,
@@ -382,6 +438,16 @@ class Case:
         file = self._folder / "hyperparameters.json"
         rate = {"lr": 0.01} if self._source.shape.pp else {}
         file.write_text(json.dumps([{**LEFT_OUT[0], **rate}]), "utf-8")
+        return file
+
+    def _rules(self) -> Path | None:
+        """A file that says how ranks hold what no preset knows."""
+        is_cut = dict(self._source.more).get("cut_experts")
+        if is_cut is None:
+            return None
+        file = self._folder / "rules.toml"
+        layouts = ("column", "row") if is_cut else ("whole", "whole")
+        file.write_text(RULES.format(up=layouts[0], down=layouts[1]), "utf-8")
         return file
 
     def _compare_states(self, again: Path) -> None:
@@ -412,6 +478,9 @@ class Case:
             return
         if self._source.model in OWN and shape.ep > 1:
             same.append("(universal: for layers with ep_size=1)")
+            return
+        if dict(self._source.more).get("cut_experts") and shape.tp > 1:
+            same.append("(universal: the engine takes even cuts alone)")
             return
         if not self._has_universal(shape):
             same.append("(no universal: the engine loads the states of Adam alone)")
@@ -506,7 +575,8 @@ def short(text: str) -> str:
 
 def targets_of(source: Source) -> tuple[Shape, ...]:
     if source.model in OWN:
-        return OWN_EXPERTS
+        own = {None: OWN_EXPERTS, True: OWN_CUT, False: OWN_WHOLE}
+        return own[dict(source.more).get("cut_experts")]
     if source.shape.ep > 1:
         return FOLDED if source.shape.tp > 1 else EXPERTS
     if source.model == "gpt2":  # the engine has no tensor parallelism for it
@@ -563,9 +633,9 @@ def table(rows: list[Row]) -> str:
     """The rows in Markdown, one table for each set of targets."""
     explained = (__doc__ or "").split("    python scripts")[0].partition("\n\n")[2].strip()
     parts = ["# What the real engine makes of every conversion", "", explained, ""]
-    for shapes in (DENSE, EXPERTS, FOLDED, OWN_EXPERTS, STAGES):
+    for shapes in (DENSE, EXPERTS, FOLDED, OWN_EXPERTS, OWN_WHOLE, OWN_CUT, STAGES):
         names = [str(shape) for shape in shapes]
-        known = [row for row in rows if row.cells and set(row.cells) <= set(names)]
+        known = [row for row in rows if row.cells and targets_of(row.source) == shapes]
         if known:
             parts.append("| source | the peer's converter | " + " | ".join(names) + " |")
             parts.append("|" + "---|" * (len(names) + 2))
