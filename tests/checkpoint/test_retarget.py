@@ -469,8 +469,16 @@ def test_a_tensor_over_other_ranks_is_refused():
     refused(f"tensor {K!r}: is cut over the mesh 'dp=2'", catalog, UnsupportedError, tp=4)
 
 
-def test_a_grain_is_that_of_the_checkpoint_unless_another_is_given():
-    stated = {"optimizer": {"ds_config": {"tensor_parallel": {"tp_grain_size": 4}}}}
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"tp_grain_size": 4},
+        {"autotp_size": 3, "tp": {"tp_grain_size": 4}},
+        {"autotp_size": 3, "tensor_parallel": {"tp_size": 3, "tp_grain_size": 4}},
+    ],
+)
+def test_a_grain_is_that_of_the_checkpoint_unless_another_is_given(section):
+    stated = {"optimizer": {"ds_config": {"tensor_parallel": section}}}
     config, shapes = model(3)
     before = autotp_layouts(config, shapes, mesh={"tp": 3}, grain=4)
     catalog = catalog_of(before, values=stated)

@@ -18,7 +18,7 @@ import pytest
 
 from restride.algebra.signature import same_layout
 from restride.arrays import extract
-from restride.checkpoint.retarget import retarget
+from restride.checkpoint.retarget import retarget, stated_grain
 from restride.deepspeed import from_affine_map, from_affine_maps
 from restride.errors import RuleError
 from restride.layouts.presets import autotp_layouts, nearest_models
@@ -252,6 +252,16 @@ def test_layers_are_cut_by_the_plan(peer, monkeypatch, family, is_tied, ranks):
         default
     )
     assert assert_agree(peer, monkeypatch, model, ranks, plan=True)
+
+
+@pytest.mark.parametrize("section", ["tp", "tensor_parallel"])
+def test_the_grain_in_the_files_is_where_the_engine_looks_for_it(peer, section):
+    config = {"tensor_parallel": {"autotp_size": 2, section: {"tp_grain_size": 40}}}
+
+    assert peer.read_config(config).tensor_parallel.tp_grain_size == 40
+    assert stated_grain({"model": {"ds_config": config}}) == 40
+    with pytest.raises(ValueError, match="tp_grain_size"):
+        peer.read_config({"tensor_parallel": {"autotp_size": 2, "tp_grain_size": 40}})
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_bigcode", "glm", "phi3", "bloom", "codegen"])

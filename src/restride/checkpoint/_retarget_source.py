@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["TP", "LayoutEquality", "Source", "stated_grain", "tp_mesh", "whole"]
 
 TP: Final = "tp"
+_TENSOR_PARALLEL: Final = "tensor_parallel"
 
 
 def tp_mesh(ranks: int) -> Mesh:
@@ -92,11 +93,26 @@ class LayoutEquality:
 
 
 def stated_grain(values: Mapping[str, object]) -> int | None:
-    """`tp_grain_size` in the DeepSpeed configuration that a checkpoint carries."""
+    """`tp_grain_size` in the DeepSpeed configuration that a checkpoint carries.
+
+    A training has it a level deeper, under either name of the section (deepspeed 0.19.8
+    `runtime/tensor_parallel/config.py`); the engine refuses it beside ``autotp_size``.
+
+    Examples:
+        >>> inner = {"tp_grain_size": 64}
+        >>> stated_grain({"model": {"ds_config": {"tensor_parallel": {"tp": inner}}}})
+        64
+    """
     for section in values.values():
-        found: object = section
-        for key in ("ds_config", "tensor_parallel", "tp_grain_size"):
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if type(found) is int and found >= 1:
-            return found
+        outer = _at(section, "ds_config", _TENSOR_PARALLEL)
+        for inner in (_at(outer, "tp"), _at(outer, _TENSOR_PARALLEL), outer):
+            found = _at(inner, "tp_grain_size")
+            if type(found) is int and found >= 1:
+                return found
     return None
+
+
+def _at(value: object, *keys: str) -> object:
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
