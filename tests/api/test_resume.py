@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import restride
 from restride import api
 from restride.errors import CorruptError, ExecutionError, ExistsError, ReplicaError, StoppedError
 from restride.executors import blocks, manifests, resuming
@@ -257,11 +258,32 @@ def test_a_finished_output_of_other_options_is_not_taken_for_this_one(tmp_path):
     api.convert(SAMPLE, out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
-    with pytest.raises(ExistsError, match="not what this source and these options give; say what"):
-        api.convert(SAMPLE, out, resume=True, dtype="float32")
+    def refusal(source=SAMPLE, **options):
+        with pytest.raises(ExistsError) as caught:
+            api.convert(source, out, resume=True, **options)
+        assert "name another output, or replace all of it with --force" in str(caught.value)
+        return caught.value.problem
 
+    begin = f"the directory exists and is the output of restride {restride.__version__}"
+    told = f"{begin} with other options: option dtype was None and is 'float32'"
+    assert refusal(dtype="float32") == told
+    assert refusal(to="universal").endswith(": option to was 'safetensors' and is 'universal'")
+    others = refusal(states="all", dtype="float32", replicas="first", max_shard_nbytes=1 << 20)
+    assert others.endswith(" and 1 more")
+    shutil.copytree(SAMPLE, tmp_path / "changed")
+    edited = next((tmp_path / "changed").rglob("*model_states.pt"))
+    os.utime(edited, ns=(1, 1))
+    told = f"{begin} with these options, of another source or of one that was changed since"
+    assert refusal(tmp_path / "changed") == told
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert api.convert(SAMPLE, out, resume=True).read_nbytes == 0
+    (out / "model.safetensors").write_bytes(b"less")
+    told = "for this source and these options, and model.safetensors: the file has 4 bytes"
+    assert refusal().startswith(f"{begin} {told}")
+    manifest = json.loads((out / "restride.json").read_text())
+    assert manifest["options"]["to"] == "safetensors"
+    (out / "restride.json").write_text("{}")
+    assert refusal() == "the directory exists and is not empty"
 
 
 def test_bytes_that_are_not_those_that_were_noted_are_written_again(tmp_path):

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
-from restride.algebra._json import member_of, parse_object
+from restride.algebra._json import LARGEST_LIST_NBYTES, member_of, parse_object
 from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class Manifest:
         block_nbytes: Size of a block.
         files: Files by name.
         tensors: Fingerprints by tensor and state, of the arrays that are not cut.
+        options: What a user chose, as JSON values; empty where that was not noted.
     """
 
     version: str
@@ -94,6 +95,7 @@ class Manifest:
     block_nbytes: int
     files: Mapping[str, ManifestFile]
     tensors: Fingerprints
+    options: Mapping[str, object] = field(default_factory=dict)
 
 
 def manifest_to_json(manifest: Manifest) -> bytes:
@@ -104,6 +106,7 @@ def manifest_to_json(manifest: Manifest) -> bytes:
         "format": _FORMAT,
         "version": manifest.version,
         "job": manifest.job,
+        "options": dict(manifest.options),
         "block_nbytes": manifest.block_nbytes,
         "files": {name: _file_to_json(file) for name, file in manifest.files.items()},
         "tensors": {name: dict(states) for name, states in manifest.tensors.items()},
@@ -128,7 +131,7 @@ def manifest_from_json(content: bytes, *, where: str) -> Manifest:
         UnsupportedError: A later version wrote it.
     """
     try:
-        return _parsed(parse_object(content))
+        return _parsed(parse_object(content, most_nbytes=LARGEST_LIST_NBYTES))
     except RestrideError as error:
         raise error.located(where) from error.__cause__
 
@@ -186,7 +189,8 @@ def _parsed(value: dict[str, object]) -> Manifest:
         for name, states in _object(value.get("tensors"), "$.tensors").items()
     }
     version, job = (_text(value.get(key), f"$.{key}") for key in ("version", "job"))
-    return Manifest(version, job, block_nbytes, files, tensors)
+    options = _object(value.get("options", {}), "$.options")
+    return Manifest(version, job, block_nbytes, files, tensors, options)
 
 
 def _path(name: str) -> str:

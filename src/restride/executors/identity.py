@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from restride.planning.plan import Plan
     from restride.storage.journal import Record
 
-__all__ = ["describe_job", "differs_from", "job_digest", "package_version"]
+__all__ = ["describe_job", "differs_from", "job_digest", "options_of", "package_version"]
 
 _MOST_SHOWN: Final = 60
 _PIECES: Final = 4
@@ -102,6 +102,11 @@ def package_version() -> str:
     """Version of this package."""
     # Not an import: the package knows of every module, and no module of the package.
     return str(import_module("restride").__version__)
+
+
+def options_of(first: Record) -> dict[str, object]:
+    """What a user chose, as the first record of a journal has it."""
+    return _mapping(first, "options")
 
 
 def _mapping(record: Record, key: str) -> dict[str, object]:

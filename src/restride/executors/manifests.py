@@ -20,6 +20,7 @@ from restride.checkpoint.manifest import (
 )
 from restride.errors import FormatError, UnsupportedError
 from restride.executors.blocks import BLOCK_NBYTES
+from restride.executors.identity import job_digest, options_of, package_version
 from restride.executors.verifying import Extent, find_damage
 from restride.planning.conversion import whole_layout
 from restride.wording import which
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.output import Output
     from restride.executors.blocks import BlockTable
     from restride.executors.verifying import Damage
+    from restride.storage.journal import Record
 
 __all__ = [
     "FoundManifest",
@@ -41,14 +43,21 @@ __all__ = [
     "find_manifest",
     "fingerprints_of",
     "is_written",
+    "told_of",
 ]
 
+_MOST_TOLD: Final = 3
 # So that the file stays readable, and below what a reader of JSON takes.
 _MOST_BLOCKS: Final = 1 << 16
 
 
-def describe_files(output: Output, blocks: BlockTable, version: str, job: str) -> Manifest:
+def describe_files(output: Output, blocks: BlockTable, first: Record) -> Manifest:
     """The manifest of an output of which every block is done, without fingerprints.
+
+    Args:
+        output: The files.
+        blocks: Digests of all that is written.
+        first: The first record of the journal, which says what the output is.
 
     Cost:
         O(fixed bytes + blocks). Nothing is read.
@@ -78,7 +87,9 @@ def describe_files(output: Output, blocks: BlockTable, version: str, job: str) -
         file.name: ManifestFile(file.nbytes, _without_gaps(found, file.nbytes, block_nbytes))
         for file, found in zip(output.files, parts, strict=True)
     }
-    return Manifest(version, job, block_nbytes, files, {})
+    return Manifest(
+        package_version(), job_digest(first), block_nbytes, files, {}, options_of(first)
+    )
 
 
 def fingerprints_of(catalog: Catalog, files: Mapping[str, ManifestFile]) -> Fingerprints:
@@ -164,13 +175,51 @@ class FoundManifest:
 
 def is_written(folder: Path, job: str) -> bool:
     """Whether a folder has the manifest of a conversion, and files of the sizes that it names."""
+    manifest = _manifest_of(folder)
+    return manifest is not None and manifest.job == job and _first_damage(folder, manifest) is None
+
+
+def told_of(folder: Path, first: Record) -> str:
+    """Say what conversion a folder is of, beside the one of a first record.
+
+    Returns:
+        What follows after "it is"; empty where the folder says nothing of it.
+    """
+    manifest = _manifest_of(folder)
+    if manifest is None:
+        return ""
+    made = f"the output of restride {manifest.version}"
+    ours, theirs = options_of(first), manifest.options
+    if manifest.job == job_digest(first):
+        return f"{made} for this source and these options, and {_first_damage(folder, manifest)}"
+    changes = [
+        f"option {name} was {theirs.get(name)!r} and is {ours.get(name)!r}"
+        for name in {**theirs, **ours}
+        if theirs.get(name) != ours.get(name)
+    ]
+    if theirs and changes:
+        more = f" and {len(changes) - _MOST_TOLD} more" if changes[_MOST_TOLD:] else ""
+        return f"{made} with other options: {', '.join(changes[:_MOST_TOLD])}{more}"
+    if theirs and manifest.version == package_version():
+        return f"{made} with these options, of another source or of one that was changed since"
+    return f"{made} with other options, or of another source"
+
+
+def _manifest_of(folder: Path) -> Manifest | None:
     try:
         content = (folder / MANIFEST_NAME).read_bytes()
-        manifest = manifest_from_json(content, where=MANIFEST_NAME)
+        return manifest_from_json(content, where=MANIFEST_NAME)
     except (OSError, FormatError, UnsupportedError):
-        return False
-    sizes = ((folder / name, file.nbytes) for name, file in manifest.files.items())
-    return manifest.job == job and not any(_size_problem(path, size) for path, size in sizes)
+        return None
+
+
+def _first_damage(folder: Path, manifest: Manifest) -> str | None:
+    """The first file that has not the size that a manifest says, and what is wrong with it."""
+    for name, file in manifest.files.items():
+        problem = _size_problem(folder / name, file.nbytes)
+        if problem:
+            return f"{name}: {problem}"
+    return None
 
 
 def find_manifest(catalog: Catalog) -> FoundManifest | Finding | None:

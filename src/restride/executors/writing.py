@@ -18,7 +18,6 @@ from restride.errors import (
 from restride.executors.blocks import BlockTable, block_nbytes
 from restride.executors.drift import add_drift
 from restride.executors.events import PlanStarted
-from restride.executors.identity import job_digest, package_version
 from restride.executors.journaled import JournaledWriter
 from restride.executors.leading import Host
 from restride.executors.manifests import describe_files, fingerprints_of
@@ -117,7 +116,7 @@ def write_output(
         read_nbytes, resumed = writing.write_with_others(lead)
         told = {_ALL_DRIFT: [asdict(row) for row in table.rows.values()]}
     reader.require_unchanged()
-    _add_manifest(place, task.output, writing.blocks, job_digest(first))
+    _add_manifest(place, task.output, writing.blocks, first)
     place.publish(told)
     return Written(read_nbytes, resumed, task.plan.total_nbytes)
 
@@ -386,9 +385,9 @@ def _published_drift(
     return noted_drift([records])
 
 
-def _add_manifest(place: Unfinished, output: Output, blocks: BlockTable, job: str) -> None:
+def _add_manifest(place: Unfinished, output: Output, blocks: BlockTable, first: Record) -> None:
     """Write the manifest among the files; fingerprints are under the names that a reader finds."""
-    manifest = describe_files(output, blocks, package_version(), job)
+    manifest = describe_files(output, blocks, first)
     try:
         catalog = open_catalog(place.files.path)
     except RestrideError:

@@ -20,16 +20,14 @@ __all__ = ["make_parents", "put_in_place", "require_free", "require_writable"]
 _TARGET_IN_USE: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
 
-def require_free(
-    target: Path, *, force: bool, inputs: Iterable[Path], is_other: bool = False
-) -> None:
+def require_free(target: Path, *, force: bool, inputs: Iterable[Path], told: str = "") -> None:
     """Refuse early what the rename at the end would refuse, and what nobody can mean.
 
     Args:
         target: Where the output shall be.
         force: Whether what is there may be replaced.
         inputs: What is being read.
-        is_other: Whether it was seen that what is there is not this very output, finished.
+        told: What it was seen to be that is there, if it was.
 
     Raises:
         ExistsError: Something is there and `force` is not set, or would be lost that must not be.
@@ -45,12 +43,11 @@ def require_free(
         return
     require_no_input(target, inputs)  # first: what is refused even so is not to be proposed
     if not force:
-        told = "the directory exists and is not empty"
-        remedy = "name another output, or replace all of it with --force"
-        if is_other:
-            told += ", and is not what this source and these options give"
-            remedy = f"say what it was made of and with, {remedy}"
-        raise ExistsError(told, where=str(target), remedy=remedy)
+        raise ExistsError(
+            f"the directory exists and is {told or 'not empty'}",
+            where=str(target),
+            remedy="name another output, or replace all of it with --force",
+        )
 
 
 def require_writable(target: Path) -> None:

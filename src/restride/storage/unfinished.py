@@ -69,11 +69,13 @@ class Purpose:
         differs: Says how the first record of an earlier process means something else; empty where
             both mean the same.
         is_written: Whether a folder is this very output, finished.
+        told_of: Says what a folder is that is not; empty where nothing tells.
     """
 
     first: Record
     differs: Callable[[Record], str]
     is_written: Callable[[Path], bool]
+    told_of: Callable[[Path], str] = lambda _: ""
 
 
 class Unfinished:
@@ -284,7 +286,8 @@ def unfinished_output(
     place = Unfinished(partial_folder(target), target, force=force, durable=durable)
     kept = [Path(os.path.realpath(path)) for path in inputs]
     if not os.path.lexists(place.folder) and not (resume and purpose.is_written(target)):
-        require_free(target, force=force, inputs=kept, is_other=resume)
+        told = purpose.told_of(target) if resume and not force else ""
+        require_free(target, force=force, inputs=kept, told=told)
     fresh = make_parents(target)
     is_removed = False
     try:
