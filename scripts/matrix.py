@@ -47,7 +47,7 @@ from typing import Any
 
 from restride import api
 from restride.errors import RestrideError
-from restride.formats._registry import open_catalog
+from restride.formats._registry import Told, open_catalog
 from restride.testing.contents import file_content
 from restride.testing.gather import gather_all
 
@@ -453,7 +453,7 @@ class Case:
     def _compare_states(self, again: Path) -> None:
         ties = TIED.get(self._source.model, {}) if self._source.shape.pp else {}
         tied = {key: tuple(numbers) for key, numbers in ties.items()}
-        held = gather_all(open_catalog(again, pp_tied=tied))
+        held = gather_all(open_catalog(again, told=Told(pp_tied=tied)))
         for key, expected in self._states.items():
             # The weights of a ZeRO-3 engine are its master copies; a tied one has several names.
             if key in held and held[key].tobytes() != expected.tobytes():

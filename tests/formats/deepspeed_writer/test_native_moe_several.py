@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from restride import api
 from restride.checkpoint.training import ParameterGroup
@@ -220,6 +222,77 @@ def test_experts_in_another_order_than_the_layers_are_not_put_between_others():
 
     with pytest.raises(UnsupportedError, match="in the order of the layers"):
         order.retold(groups, dict.fromkeys(names, 1), [dict.fromkeys(names, 1)])
+
+
+@pytest.mark.interop
+@settings(max_examples=40)
+@given(st.data())
+def test_groups_are_those_that_deepspeed_makes_of_what_a_script_gives(data):
+    """Layers of four experts on one, two or four ranks come to others, in one or two groups."""
+    torch = pytest.importorskip("torch")
+    split = pytest.importorskip("deepspeed.moe.utils")
+    count = data.draw(st.integers(1, 4), label="layers")
+    prefixes = [f"l{n}.deepspeed_moe.experts.deepspeed_experts" for n in range(count)]
+    ranks = st.lists(st.sampled_from([1, 2, 4]), min_size=count, max_size=count)
+    before, after = (dict(zip(prefixes, data.draw(ranks), strict=True)) for _ in "ab")
+    numels = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=2), label="numels")
+    group_of = [data.draw(st.integers(0, 1)) for _ in numels]
+    most = data.draw(st.integers(3, 40), label="most")
+
+    def made(ranks_of: dict[str, int], rank: int) -> list[tuple[str, int, list[str]]]:
+        """The groups of a rank: what DeepSpeed calls each, its setting, and its members."""
+        names: dict[int, str] = {}
+        given = [{"params": [], "name": f"g{n}", "lr": float(n)} for n in range(2)]
+        for own in given:
+            own["params"].append(torch.nn.Parameter(torch.zeros(1)))
+        for prefix in prefixes:
+            held = 4 // ranks_of[prefix]
+            first = rank % ranks_of[prefix] * held
+            for number in range(first, first + held):
+                for place, numel in enumerate(numels):
+                    param = torch.nn.Parameter(torch.zeros(numel))
+                    param.allreduce, param.group_name = False, f"ep_size_{ranks_of[prefix]}"
+                    names[id(param)] = f"{prefix}.{number}.p{place}"
+                    given[group_of[place]]["params"].append(param)
+        parts = split.split_params_into_different_moe_groups_for_optimizer(given, most)
+        return [
+            (own["name"], own["lr"], [names[id(param)] for param in own["params"]])
+            for own in parts
+            if own.get("moe") and own["params"]
+        ]
+
+    order = ExpertOrder(
+        dict.fromkeys(prefixes, 4),
+        frozenset(f"{p}.{n}.p{k}" for p in prefixes for n in range(4) for k in range(len(numels))),
+        before,
+        after,
+        list(dict.fromkeys(int(name.split("_")[-1]) for name, _, _ in made(after, 0))),
+    )
+    dense = [group([f"x{n}"], None, lr=float(n)) for n in range(2)]
+    experts = [
+        group(list(order.everywhere(names, before)), int(name.split("_")[-1]), lr=lr)
+        for name, lr, names in made(before, 0)
+    ]
+    sizes = {name: numels[int(name[-1])] for name in order.names}
+
+    found = order.retold([*dense, *experts], sizes, [sizes], most=most)[2:]
+
+    for rank in range(4):
+        own = [
+            (
+                str(g.settings["name"]),
+                g.settings["lr"],
+                [n for n in g.names if here(n, after, rank)],
+            )
+            for g in found
+        ]
+        assert own == made(after, rank)
+
+
+def here(name: str, ranks: dict[str, int], rank: int) -> bool:
+    """Whether a rank has an expert of a layer of four."""
+    prefix, number, _ = name.rsplit(".", 2)
+    return int(number) // (4 // ranks[prefix]) == rank % ranks[prefix]
 
 
 # The real engine.
