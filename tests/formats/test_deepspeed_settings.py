@@ -6,7 +6,13 @@ import pytest
 
 from restride import api
 from restride.formats.deepspeed._fields import Field
-from restride.formats.deepspeed._settings import is_bf16, is_enabled, is_round_robin
+from restride.formats.deepspeed._settings import (
+    is_bf16,
+    is_enabled,
+    is_offloaded,
+    is_round_robin,
+    uses_bf16_optimizer,
+)
 from restride.testing.saved_values import edit_file
 from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
 from restride.testing.zero_runs import distinct
@@ -38,6 +44,42 @@ def test_the_spellings_are_those_of_deepspeed():
         assert precision.get_bfloat16_config({"bf16": {"enabled": value}}).enabled
     for value in ("off", 0, "false", "no"):
         assert not precision.get_bfloat16_config({"bf16": {"enabled": value}}).enabled
+
+
+OFFLOADS = [
+    ({"cpu_offload": True}, "cpu"),
+    ({"cpu_offload": "true"}, "cpu"),
+    ({"cpu_offload": False}, None),
+    ({"offload_optimizer": {"device": "cpu"}}, "cpu"),
+    ({"offload_optimizer": {"device": "nvme", "nvme_path": "/"}}, "nvme"),
+    ({"offload_optimizer": {"device": "none"}}, "none"),
+    ({"offload_optimizer": {}}, "none"),
+    ({"offload_optimizer": None}, None),
+    ({}, None),
+]
+
+
+@pytest.mark.parametrize(("zero", "device"), OFFLOADS)
+def test_what_is_offloaded_decides_which_class_the_optimizer_has(zero, device):
+    config = {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": 1, **zero},
+    }
+
+    assert is_offloaded(Field(config, "ds_config")) == (device in {"cpu", "nvme"})
+    # deepspeed 0.19.8 `runtime/engine.py`, `_do_optimizer_sanity_check`
+    assert uses_bf16_optimizer(Field(config, "ds_config"), 1) == (device != "cpu")
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize(("zero", "device"), OFFLOADS)
+def test_what_is_offloaded_is_told_as_deepspeed_tells_it(zero, device):
+    kind = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+
+    offload = kind(stage=1, **zero).offload_optimizer
+
+    assert (offload.device if offload else None) == device
 
 
 @pytest.mark.parametrize("value", ["true", 1])

@@ -96,6 +96,8 @@ def optimizer_type(config: Field | None) -> str | None:
 
 
 def _offload_device(config: Field | None) -> Value:
+    if is_enabled(zero_setting(config, "cpu_offload")):
+        return "cpu"  # as it was spelled once, and still may be
     offload = zero_setting(config, "offload_optimizer")
     device = offload.get("device") if offload is not None and offload.is_mapping else None
     return None if device is None else device.value
