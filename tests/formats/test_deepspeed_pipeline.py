@@ -18,7 +18,7 @@ from restride.algebra.coverage import Covered, prove
 from restride.arrays.extract import extract
 from restride.comparison import check_against
 from restride.errors import CorruptError, FormatError, ReplicaError, UnsupportedError
-from restride.formats._registry import open_catalog
+from restride.formats._registry import Told, open_catalog
 from restride.formats.deepspeed import read_catalog
 from restride.testing.gather import gather_all
 from restride.testing.pipeline_files import StageRun, pipelines, write_pipeline
@@ -128,7 +128,7 @@ def test_files_of_the_bf16_optimizer_say_the_shapes_where_the_models_do_not(tmp_
 @pytest.mark.parametrize("name", NAMES)
 def test_every_shard_is_that_which_the_engine_gathered_on_its_stage(name):
     path = RECORDED / name
-    catalog = open_catalog(path, pp_tied=TOLD.get(name))
+    catalog = open_catalog(path, told=Told(pp_tied=TOLD.get(name)))
     assert "unmatched-states" not in {finding.kind for finding in catalog.findings}
     states, layouts = gather_all(catalog), {t.name: t.layout for t in catalog.tensors}
     seen = set()
@@ -151,7 +151,7 @@ def test_every_shard_is_that_which_the_engine_gathered_on_its_stage(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("fp32")])
 def test_weights_of_the_layer_files_are_the_rounded_master_weights(name):
-    states = gather_all(open_catalog(RECORDED / name, pp_tied=TOLD.get(name)))
+    states = gather_all(open_catalog(RECORDED / name, told=Told(pp_tied=TOLD.get(name))))
     masters = {key: array for key, array in states.items() if key.endswith("/fp32")}
     assert len(masters) >= 7
     for key, master in masters.items():
@@ -283,7 +283,7 @@ def test_copies_that_drifted_are_refused_until_one_is_chosen(tmp_path):
 def test_all_states_convert_and_stay_what_they_are(name, tmp_path):
     api.convert(RECORDED / name, tmp_path / "out", states="all", pp_tied=TOLD.get(name))
 
-    source = gather_all(open_catalog(RECORDED / name, pp_tied=TOLD.get(name)))
+    source = gather_all(open_catalog(RECORDED / name, told=Told(pp_tied=TOLD.get(name))))
     written = gather_all(api.open(tmp_path / "out"))
     assert source.keys() == written.keys()
     for key, array in source.items():

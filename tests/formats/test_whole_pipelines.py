@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from restride import api
 from restride.errors import CorruptError, UnsupportedError
-from restride.formats._registry import open_catalog
+from restride.formats._registry import Told, open_catalog
 from restride.testing.contents import file_content
 from restride.testing.gather import gather
 from restride.testing.saved_values import edit_file
@@ -40,7 +40,7 @@ SEEN: Counter[str] = Counter()
 def opened(folder: Path, told: dict[str, tuple[int, ...]] | None) -> Catalog | None:
     """A catalog with the states of its optimizer, or nothing where they are left out."""
     try:
-        catalog = open_catalog(folder, pp_tied=told)
+        catalog = open_catalog(folder, told=Told(pp_tied=told))
     except UnsupportedError:
         return None
     is_left_out = any(finding.kind == "unmatched-states" for finding in catalog.findings)
@@ -179,6 +179,7 @@ def layer(number: int, shapes: dict[str, tuple[int, ...]], **more: Any) -> Layer
 
 
 TABLE, NORM = {"weight": (5, 3)}, {"weight": (3,), "bias": (3,)}
+MODULES = {"a": NORM, "b": {"up": (4, 3), "down": (3, 4)}}
 
 
 def outcome(pipeline: WholePipeline, starts: tuple[int, ...], zero: int) -> list[str]:
@@ -262,3 +263,13 @@ def test_a_state_that_the_first_parameter_of_a_group_lacks_is_not_lost(
 
     with pytest.raises((CorruptError, UnsupportedError), match=state):
         converted(tmp_path, pipeline, (0,), 1)
+
+
+def test_stages_may_use_tied_modules_in_different_orders() -> None:
+    tied = {key: layer(n, shapes, key=key) for n, (key, shapes) in enumerate(MODULES.items())}
+    order = ("a", "b", "b", "a")
+    layers = (*(tied[key] for key in order), layer(4, TABLE))
+
+    for starts, other in (((0, 2), (0,)), ((0,), (0, 2)), ((0, 2), (0, 3))):
+        pipeline = WholePipeline(layers, starts, "bare", rates=(0.5,))
+        assert "compared" in outcome(pipeline, other, 0)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from restride import api
 from restride.errors import CorruptError, ReplicaError, UnsupportedError
-from restride.formats._registry import open_catalog, open_training
+from restride.formats._registry import Told, open_catalog, open_training
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.contents import file_content, tree
 from restride.testing.gather import gather_all
@@ -243,11 +243,11 @@ def test_stages_that_stay_are_told(tmp_path):
 def test_states_without_zero_go_to_other_stages_and_stages_of_zero(options, tmp_path):
     """What is written without ZeRO is read with the same ties, and what is with it without any."""
     source = RECORDED / "fp32_tied_z0"
-    expected = gather_all(open_catalog(source, pp_tied={"embed": (0, 5)}))
+    expected = gather_all(open_catalog(source, told=Told(pp_tied={"embed": (0, 5)})))
 
     out = converted(source, tmp_path / "out", pp_tied=HEAD, **options)
 
-    found = gather_all(open_catalog(out, pp_tied={"embed": (0, 5)}))
+    found = gather_all(open_catalog(out, told=Told(pp_tied={"embed": (0, 5)})))
     # Weights that are trained in fp32 are their own master copies.
     assert found.keys() - expected.keys() <= {key for key in found if key.endswith("/fp32")}
     assert len(expected) == 77
@@ -260,7 +260,7 @@ def test_states_without_zero_go_to_other_stages_and_stages_of_zero(options, tmp_
 
 def test_names_that_an_optimizer_without_zero_was_given_say_which_layers_are_tied(copied, tmp_path):
     folder = copied("fp32_tied_z0")
-    catalog = open_catalog(folder, pp_tied={"embed": (0, 5)})
+    catalog = open_catalog(folder, told=Told(pp_tied={"embed": (0, 5)}))
     expected = gather_all(catalog)
     groups = open_training(catalog).pipeline.stages
     for mp, own in enumerate(groups):
@@ -357,11 +357,11 @@ def test_states_in_fp16_without_zero_go_to_other_stages_and_stages_of_zero(
 ):
     """Which layers are frozen is told by what master weights round to."""
     told = {key: tuple(numbers) for key, numbers in ties.items()}
-    expected = gather_all(open_catalog(RECORDED / name, pp_tied=told))
+    expected = gather_all(open_catalog(RECORDED / name, told=Told(pp_tied=told)))
 
     out = converted(RECORDED / name, tmp_path / "out", pp_tied=ties, **options)
 
-    found = gather_all(open_catalog(out, pp_tied=None if options["zero"] else told))
+    found = gather_all(open_catalog(out, told=Told(pp_tied=None if options["zero"] else told)))
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[key], array) for key, array in expected.items())
     assert len([key for key in found if key.endswith("/exp_avg_sq")]) >= 14
@@ -373,7 +373,7 @@ def test_flat_groups_of_weights_that_are_not_theirs_are_left_out_with_the_place(
     layer = folder / "step" / "layer_03-model_01-model_states.pt"
     edit_file(layer, lambda root: root.update({"up.bias": Array("float16", (4,), bytes(8))}))
 
-    catalog = open_catalog(folder, pp_tied={"embed": (0, 5)})
+    catalog = open_catalog(folder, told=Told(pp_tied={"embed": (0, 5)}))
 
     assert [finding.kind for finding in catalog.findings] == ["unmatched-states"]
     assert "step/mp_rank_03_model_states.pt: optimizer['fp32_groups_flat'][1] has" in str(
@@ -386,7 +386,7 @@ def test_flat_groups_of_weights_that_are_not_theirs_are_left_out_with_the_place(
 def test_flat_groups_are_found_where_the_optimizer_was_told_the_names(copied):
     """Frozen parameters are among them: a wrapper takes them out of the group alone."""
     folder = copied("fp16_flat_z0")
-    catalog = open_catalog(folder, pp_tied={"embed": (0, 5)})
+    catalog = open_catalog(folder, told=Told(pp_tied={"embed": (0, 5)}))
     expected = gather_all(catalog)
     stages = open_training(catalog).pipeline.stages
     for mp in range(4):

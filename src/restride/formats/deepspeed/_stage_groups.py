@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from restride.checkpoint.orders import merged_order
 from restride.checkpoint.training import ParameterGroup
-from restride.errors import RestrideError, UnsupportedError
+from restride.errors import CorruptError, RestrideError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._values import JsonWriter, read_bytes
 from restride.storage.ranges import FilePool
@@ -42,7 +42,7 @@ def merged_groups(stages: Sequence[_Groups], order: Iterable[str], where: str) -
     Raises:
         UnsupportedError: The stages have different groups, and those of one stage cannot be told
             apart; or what is one number for a group is another one on another stage.
-        CorruptError: Two stages have the same groups or parameters in different orders.
+        CorruptError: Two stages have the same groups in different orders.
         ExecutionError: A setting is a tensor that cannot be read.
     """
     if len(stages) == 1:
@@ -53,7 +53,7 @@ def merged_groups(stages: Sequence[_Groups], order: Iterable[str], where: str) -
     for key in merged_order([list(groups) for groups in keyed]):
         held = [groups[key] for groups in keyed if key in groups]
         _require_alike(held, where)
-        names = merged_order([group.names for group in held], known)
+        names = _merged([group.names for group in held], known)
         first = next((group for group in held if group.names), held[0])
         merged.append(replace(first, names=names, listed=_listed(held, known)))
     return tuple(merged)
@@ -100,7 +100,22 @@ def _keyed(stages: Sequence[_Groups], where: str) -> list[dict[str, ParameterGro
 def _listed(groups: Sequence[ParameterGroup], order: Iterable[str]) -> tuple[str, ...] | None:
     """All that a script gave to the optimizers of all stages, where each of them tells."""
     told = [group.listed for group in groups if group.listed is not None]
-    return merged_order(told, order) if len(told) == len(groups) else None
+    return _merged(told, order) if len(told) == len(groups) else None
+
+
+def _merged(by_stage: Sequence[Sequence[str]], order: Iterable[str]) -> tuple[str, ...]:
+    """Members of a group on all stages.
+
+    Only what is tied is on several of them, and each has its tied modules in the order of its own
+    first uses: where these contradict each other, the order of the checkpoint is as good as any.
+    """
+    known = tuple(order)
+    try:
+        return merged_order(by_stage, known)
+    except CorruptError:
+        places = {name: place for place, name in enumerate(known)}
+        names = dict.fromkeys(chain.from_iterable(by_stage))
+        return tuple(sorted(names, key=lambda name: places.get(name, len(places))))
 
 
 def _require_alike(groups: Sequence[ParameterGroup], where: str) -> None:
