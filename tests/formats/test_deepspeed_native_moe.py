@@ -300,6 +300,17 @@ def test_a_file_with_more_groups_of_one_number_of_ranks_than_the_first_has():
         same_order([None, 2], [2, 2], "file")
 
 
+@pytest.mark.parametrize("name", ["ep_size_0", "ep_size_", "ep_size_99999999", "experts", 7])
+def test_a_group_that_names_no_ranks_has_as_many_as_the_first_rank_lists_of_it(saved, name):
+    for rank in range(4):
+        for number in (2, 3):
+            renamed_group(saved, rank, number, name)
+
+    found, expected = (gather_all(read_catalog(f)) for f in (saved, RECORDED / "residual_z1"))
+
+    assert all(np.array_equal(found[key], expected[key]) for key in expected)
+
+
 def test_groups_that_swapped_their_names_are_not_those_of_their_partitions(several):
     for number, name in ((2, "ep_size_2"), (3, "ep_size_4"), (4, "ep_size_2"), (5, "ep_size_4")):
         renamed_group(several, 1, number, name)

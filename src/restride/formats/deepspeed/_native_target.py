@@ -311,7 +311,7 @@ def _ranks_before(
     tensors: Mapping[str, TensorEntry],
     where: str,
 ) -> dict[str, int]:
-    """Expert-parallel ranks of the source, of each layer; frozen ones count as the others."""
+    """Expert-parallel ranks of the source, of each layer: as groups say, or as experts are held."""
     said: dict[str, int] = {}
     for group in training.groups:
         size = native_rank_count(group)
@@ -324,11 +324,12 @@ def _ranks_before(
                     where=where,
                 )
     largest = max(said.values(), default=1)
-    before = {layer.prefix: said.get(layer.prefix, largest) for layer in layers}
+    before: dict[str, int] = {}
     for layer in layers:
-        count = before[layer.prefix]
         axes = dict(tensors[layer.names[0][0]].layout.mesh.axes)
-        if layer.count % count or (layer.prefix in said and axes.get("ep", count) != count):
+        count = said.get(layer.prefix, axes.get("ep", largest))
+        before[layer.prefix] = count
+        if layer.count % count or axes.get("ep", count) != count:
             held = f"are on {axes['ep']}" if "ep" in axes else "do not divide over them"
             raise CorruptError(
                 f"a parameter group is of {count} expert-parallel ranks, and the {layer.count} "

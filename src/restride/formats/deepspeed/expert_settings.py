@@ -22,7 +22,7 @@ __all__ = [
     "stacked_experts",
 ]
 
-_GROUP_NAME: Final = re.compile(r"ep_size_(\d{1,6})")
+_GROUP_NAME: Final = re.compile(r"ep_size_([1-9]\d{0,5})")
 _DATA_FIRST: Final = "use_data_before_expert_parallelism"
 
 
@@ -46,7 +46,7 @@ def native_rank_count(group: ParameterGroup) -> int | None:
     """The same of one group; None where it has no such experts."""
     name = group.settings.get("name") if group.settings.get("moe") is True else None
     match = _GROUP_NAME.fullmatch(name) if isinstance(name, str) else None
-    return max(int(match[1]), 1) if match else None
+    return int(match[1]) if match else None
 
 
 def stacked_experts(training: Training) -> frozenset[str]:
