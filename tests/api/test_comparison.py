@@ -379,7 +379,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_a_file_too_large_to_hold_fingerprints_is_not_read_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(fingerprint_files, "_LARGEST_NBYTES", 1 << 20)
+    monkeypatch.setattr(fingerprint_files, "LARGEST_LIST_NBYTES", 1 << 20)
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(1 << 40)
 

@@ -20,6 +20,18 @@ def test_a_file_is_read_as_it_was_written():
     assert fingerprints_from_json(content, where="f.json") == found
 
 
+def test_that_of_many_tensors_is_read_as_well():
+    """DeepSeek-V3 has 90,000, with four states each."""
+    states = dict.fromkeys(("weight", "fp32", "exp_avg", "exp_avg_sq"), DIGITS)
+    name = "model.layers.{}.mlp.experts.{}.down_proj.weight"
+    found = {name.format(n // 256, n % 256): states for n in range(90_000)}
+
+    content = json.dumps(fingerprints_to_json(found)).encode()
+
+    assert len(content) > 16 << 20
+    assert fingerprints_from_json(content, where="f.json") == found
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -40,6 +41,18 @@ def test_a_manifest_is_read_as_it_was_written():
     assert manifest_from_json(content, where="m") == MANIFEST
     assert manifest_to_json(manifest_from_json(content, where="m")) == content
     assert f'"{DIGEST:032x}"'.encode() in content
+
+
+def test_that_of_many_ranks_is_read_as_well():
+    """723 parameters with three states on 128 ranks are four times as many."""
+    name = "model.layers.40.mlp.down_proj.weight"
+    parts = tuple(ManifestPart(4 * n, 4, (n,), name, "exp_avg") for n in range(90_000))
+    manifest = replace(MANIFEST, files={"a": ManifestFile(4 * len(parts), parts)})
+
+    content = manifest_to_json(manifest)
+
+    assert len(content) > 16 << 20
+    assert manifest_from_json(content, where="m") == manifest
 
 
 def test_it_is_json_with_one_member_a_line():

@@ -11,31 +11,34 @@ from typing import Final, NoReturn
 
 from restride.errors import FormatError, UnsupportedError
 
-__all__ = ["member_of", "parse_object"]
+__all__ = ["LARGEST_LIST_NBYTES", "member_of", "parse_object"]
 
 # A map of DeepSeek-V3 on 256 ranks has 51 kB. Python needs some twenty bytes for each byte of JSON.
 _MOST_CHARACTERS: Final = 16 * 2**20
+LARGEST_LIST_NBYTES: Final = 256 * 2**20
+"""What lists every array of a checkpoint: 723 parameters of ZeRO-3 on 128 ranks take 59 MB."""
 _MOST_SHOWN: Final = 80
 
 
-def parse_object(text: str | bytes) -> dict[str, object]:
+def parse_object(text: str | bytes, *, most_nbytes: int = _MOST_CHARACTERS) -> dict[str, object]:
     """Parse a JSON object, and refuse what two readers could understand differently.
 
     Args:
         text: The JSON; bytes are UTF-8.
+        most_nbytes: How long it may be; 16 MiB by default.
 
     Raises:
         FormatError: It is no JSON object, or has a key twice, NaN, or half of a surrogate pair.
-        UnsupportedError: It is longer than 16 MiB.
+        UnsupportedError: It is longer.
 
     Examples:
         >>> parse_object('{"tp": {"a": 1, "a": 2}}')
         Traceback (most recent call last):
         restride.errors.FormatError: $.tp: the key 'a' comes twice
     """
-    if len(text) > _MOST_CHARACTERS:
+    if len(text) > most_nbytes:
         raise UnsupportedError(
-            f"the JSON has {len(text)} bytes, more than the {_MOST_CHARACTERS} that are read"
+            f"the JSON has {len(text)} bytes, more than the {most_nbytes} that are read"
         )
     try:
         decoded = text.decode() if isinstance(text, bytes) else text

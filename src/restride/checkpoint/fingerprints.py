@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from restride.algebra._json import member_of, parse_object
+from restride.algebra._json import LARGEST_LIST_NBYTES, member_of, parse_object
 from restride.errors import FormatError, RestrideError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def fingerprints_from_json(content: str | bytes, *, where: str) -> Fingerprints:
         restride.errors.FormatError: f.json: $.tensors.wte.weight: '0a' is not 32 hexadecimal digits
     """
     try:
-        return _parsed(parse_object(content))
+        return _parsed(parse_object(content, most_nbytes=LARGEST_LIST_NBYTES))
     except RestrideError as error:
         raise error.located(where) from error.__cause__
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from restride.algebra._json import LARGEST_LIST_NBYTES
 from restride.arrays.fingerprint import MODULUS, Digester, finish
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.manifest import (
@@ -207,10 +208,15 @@ def told_of(folder: Path, first: Record) -> str:
 
 def _manifest_of(folder: Path) -> Manifest | None:
     try:
-        content = (folder / MANIFEST_NAME).read_bytes()
-        return manifest_from_json(content, where=MANIFEST_NAME)
+        return _read_manifest(folder / MANIFEST_NAME)
     except (OSError, FormatError, UnsupportedError):
         return None
+
+
+def _read_manifest(path: Path) -> Manifest:
+    with path.open("rb") as file:
+        content = file.read(LARGEST_LIST_NBYTES + 1)  # what is longer is refused as such
+    return manifest_from_json(content, where=MANIFEST_NAME)
 
 
 def _first_damage(folder: Path, manifest: Manifest) -> str | None:
@@ -236,8 +242,7 @@ def find_manifest(catalog: Catalog) -> FoundManifest | Finding | None:
             continue
         prefix = "" if folder == root else f"{root.name}/"
         try:
-            content = path.read_bytes()
-            found = FoundManifest(folder, manifest_from_json(content, where=MANIFEST_NAME), prefix)
+            found = FoundManifest(folder, _read_manifest(path), prefix)
         except OSError as error:
             return _note(f"{MANIFEST_NAME} cannot be read ({error.strerror})")
         except (FormatError, UnsupportedError) as error:

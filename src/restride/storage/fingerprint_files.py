@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from restride.algebra._json import LARGEST_LIST_NBYTES
 from restride.checkpoint.fingerprints import fingerprints_from_json
 from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
 from restride.errors import ExecutionError, FormatError
@@ -18,8 +19,6 @@ __all__ = ["read_fingerprints"]
 
 _OF_MANIFESTS: Final = b'"restride-manifest/'
 _HEAD_NBYTES: Final = 64
-# Those of millions of arrays; whoever names a checkpoint's own file shall not wait for all of it.
-_LARGEST_NBYTES: Final = 1 << 30
 _WHAT_HAS_FINGERPRINTS: Final = (
     "name a file that `restride fingerprint -o` wrote, or an output of a conversion"
 )
@@ -48,16 +47,16 @@ def read_fingerprints(file: str | PathLike[str]) -> Fingerprints:
 def _content(file: str | PathLike[str]) -> bytes:
     try:
         with Path(file).open("rb") as opened:
-            content = opened.read(_LARGEST_NBYTES + 1)
+            content = opened.read(LARGEST_LIST_NBYTES + 1)  # it may be a checkpoint
     except OSError as error:
         raise ExecutionError(
             f"cannot be read ({error.strerror})",
             where=str(file),
             remedy=_WHAT_HAS_FINGERPRINTS,
         ) from error
-    if len(content) > _LARGEST_NBYTES:
+    if len(content) > LARGEST_LIST_NBYTES:
         raise FormatError(
-            f"holds no fingerprints: it is larger than {_LARGEST_NBYTES:,} bytes",
+            f"holds no fingerprints: it is larger than {LARGEST_LIST_NBYTES:,} bytes",
             where=str(file),
             remedy=_WHAT_HAS_FINGERPRINTS,
         )
