@@ -223,6 +223,7 @@ def test_names_of_another_model_are_refused(ranks):
             "8 heads and 8 key/value heads, and 'model.layers.0.self_attn.q_proj",
         ),
         ({"num_attention_heads": 4}, f"has 16 rows, {K!r} has 8"),
+        ({"vocab_size": 27}, "a vocabulary of 27, and 'model.embed_tokens.weight' has 26 rows"),
     ],
 )
 def test_a_config_of_another_size_of_the_model_is_refused(ranks, sizes_of_another, words):
@@ -255,7 +256,7 @@ def test_heads_of_another_model_do_not_decide_where_every_size_is_even(another, 
 
 
 def test_a_config_that_says_its_size_rightly_is_taken():
-    config = LLAMA | {"hidden_size": 16}
+    config = LLAMA | {"hidden_size": 16, "vocab_size": 25}  # the rest is padding
 
     assert retarget(llama(2), tp=4, config=config).how[K] == "preset llama"
 

@@ -6,6 +6,7 @@ explain what two ranks hold and be wrong about eight.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from restride.errors import RuleError
@@ -20,11 +21,14 @@ from restride.layouts.presets._models import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["require_model_of", "require_no_other_model"]
 
 _MATRIX = 2
+_VOCABULARIES = frozenset(
+    {"embed_in", "embed_out", "embed_tokens", "lm_head", "word_embeddings", "wte"}
+)
 
 
 def require_model_of(config: Mapping[str, object], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -97,6 +101,11 @@ def _other_size(
     rows, _ = shapes[name]
     if rule is not None and rule.layout == "row" and settings.hidden not in {None, rows}:
         return f"the config says a hidden size of {settings.hidden}, and {name!r} has {rows} rows"
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    words = _text(config).get("vocab_size")
+    if module in _VOCABULARIES and type(words) is int and rows < words:
+        # More rows than words are padding.
+        return f"the config says a vocabulary of {words}, and {name!r} has {rows} rows"
     keys = name.removesuffix("q_proj.weight") + "k_proj.weight"
     if not name.endswith(".q_proj.weight") or len(shapes.get(keys, ())) != _MATRIX:
         return ""
@@ -107,3 +116,9 @@ def _other_size(
         f"the config says {heads} heads and {grouped} key/value heads, and {name!r} has {rows} "
         f"rows, {keys!r} has {shapes[keys][0]}"
     )
+
+
+def _text(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The part of a config that is of the language model."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
