@@ -313,7 +313,15 @@ def _require_same(root: Path, out: Path, options: dict[str, Any]) -> None:
     if options.get("dtype") is None and options.get("replicas", "check") == "check":
         all_states = options["to"] != "safetensors" or "states" in options
         found = diff(root, out, states="all" if all_states else "weights")
-        assert not found.differences, found.differences[0]
+        # Where a training goes on from master copies, weights that are not theirs are left behind.
+        lies = options["to"] != "safetensors" and _of_no_masters(root)
+        differences = [d for d in found.differences if not (lies and d.state == "weight")]
+        assert not differences, differences[0]
+
+
+def _of_no_masters(root: Path) -> bool:
+    """Whether a check finds weights that are not their master copies: a conversion looks at few."""
+    return any(f.kind == "master-mismatch" for f in api.check(root).findings)
 
 
 def _quietly(work: Callable[[], object]) -> None:

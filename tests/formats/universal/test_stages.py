@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from math import prod
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from restride import api
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import StoredTensor
-from restride.errors import UnsupportedError
+from restride.errors import CorruptError, UnsupportedError
 from restride.formats._registry import open_training
 from restride.formats.universal import lay_out
 from restride.storage.torch_zip import open_torch_zip
@@ -400,3 +401,16 @@ def test_the_command_takes_a_stage(tmp_path):
 
     assert (ran.code, ran.err) == (0, "")
     assert api.open(tmp_path / "out").format == FORMATS[3]
+
+
+def test_a_parameter_that_nothing_trains_and_no_module_has_is_refused(tmp_path):
+    """A folder of states that was left from another model."""
+    source = written(tmp_path / "run", 1, tp=1)
+    converted(source, tmp_path / "folder")
+    top = next(path for path in (tmp_path / "folder").iterdir() if path.is_dir())
+    shutil.copytree(top / "zero" / "bias", top / "zero" / "base.weight")
+
+    with pytest.raises(CorruptError, match=r"mp_rank_00.*tensor 'base.weight': no parameter group"):
+        converted(tmp_path / "folder", tmp_path / "out", 3)
+
+    assert not (tmp_path / "out").exists()

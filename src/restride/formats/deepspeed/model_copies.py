@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.selection import select_weights
 from restride.checkpoint.values import OrderedDictValue, SizeValue, StoredTensor
+from restride.errors import CorruptError
 from restride.formats.deepspeed._expert_ranks import ExpertRanks
 from restride.formats.deepspeed._native_cut import on_tensor_ranks
 from restride.formats.deepspeed._native_experts import expert_name
@@ -96,6 +97,7 @@ class ModelCopies:
 
         Raises:
             UnsupportedError: A weight cannot be written.
+            CorruptError: There is no weight of a parameter that nothing trains.
         """
         if self._run.is_partitioned == is_partitioned:
             for model in self._run.all_models:
@@ -165,6 +167,11 @@ class ModelCopies:
         }
         fragments: dict[Value, Value] = {}
         for name, shape in frozen.items():
+            if name not in model.weights:
+                raise CorruptError(
+                    "no parameter group trains it, so that it is frozen, and the module lacks it",
+                    where=f"{model.name}: tensor {name!r}",
+                )
             flat = draft.buffer(model.weights[name].storage.dtype, prod(shape))
             if name in arrays:
                 draft.put(flat, arrays[name], model.tp)
