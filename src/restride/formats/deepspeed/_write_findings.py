@@ -20,6 +20,7 @@ from restride.storage.ranges import FilePool
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from restride.checkpoint.catalog import TensorEntry
     from restride.checkpoint.training import ModelRank, Training
     from restride.formats.deepspeed._values import Json
     from restride.formats.deepspeed._writing import Writing
@@ -100,6 +101,18 @@ def _stage(writing: Writing) -> Iterator[Finding]:
             f"trained: resume with {writing.target.tp}"
         )
         yield Finding("note", "config-tp", message)
+    empty = [t.name for t in writing.catalog.tensors if _is_empty(t)]
+    if empty and writing.target.zero == _PARTITIONED_WEIGHTS:
+        message = (
+            f"an engine of ZeRO-3 stops in its first step where a parameter has no element, as "
+            f"{empty[0]!r} (seen with deepspeed 0.19.8): choose --zero 1 or 2, or resume with a "
+            "model without it"
+        )
+        yield Finding("warning", "empty-parameter", message, f"tensor {empty[0]!r}")
+
+
+def _is_empty(tensor: TensorEntry) -> bool:
+    return tensor.kind == "parameter" and not tensor.layout.full_numel
 
 
 def _experts(writing: Writing) -> Iterator[Finding]:
