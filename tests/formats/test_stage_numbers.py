@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
 from restride.formats.deepspeed._stage_numbers import LayerShapes, NumberedStage, number_stages
+from restride.formats.deepspeed._stage_proof import Tied, none_can_be_tied
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn
@@ -359,3 +360,12 @@ def test_ranks_of_a_stage_number_the_same():
 
     assert isinstance(found, Unmatched)
     assert "number different parameters" in found.reason
+
+
+def test_what_is_numbered_first_of_a_layer_that_is_sure_may_be_of_no_tied_one():
+    """Its other parameters come later, where a tied module of another stage cannot begin."""
+    weight, bias = ((4, 2),), ((4,),)
+    sure = Tied((weight, bias), may_be=False)
+
+    assert not none_can_be_tied([[sure], [Tied((weight,), may_be=True)]])
+    assert none_can_be_tied([[sure], [Tied((bias,), may_be=True)]])
