@@ -126,8 +126,10 @@ def test_copies_that_differ_are_no_one_array_to_compare(tmp_path):
     assert ran.out.splitlines()[-1].startswith("incomplete: ")
 
 
-def test_copies_that_differ_have_no_one_fingerprint(tmp_path):
+def test_copies_that_differ_have_no_one_fingerprint(shared, tmp_path):
     right, wrong = drifted(tmp_path)
+    with pytest.raises(ReplicaError, match="and so of 16 arrays in all: they have no one"):
+        restride.fingerprint(shared / "checkpoints" / "gptbigcode_tp2_z1")
 
     with pytest.raises(ReplicaError, match=r"'norm', state 'weight': ranks .* no one fingerprint"):
         restride.fingerprint(wrong)
