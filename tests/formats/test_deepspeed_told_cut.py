@@ -228,10 +228,13 @@ def test_the_commands_take_what_is_told(shared, tmp_path, capsys):
     path = silent(shared, tmp_path, "llama_tp2_z1")
     told = ["--source-config", str(written(tmp_path, CONFIGS["llama_tp2_z1"]))]
 
-    for command in (["info", str(path)], ["check", str(path)], ["fingerprint", str(path)]):
+    names = ("info", "check", "fingerprint", "layouts")
+    for command in ([name, str(path)] for name in names):
         assert main(command) == 2
         assert "--source-config" in capsys.readouterr().err
         assert main([*command, *told]) == 0
     assert main(["diff", str(path), str(path), *told]) == 0
+    assert main(["layouts", str(path), "--tp", "4", *told]) == 0
+    assert "preset llama" in capsys.readouterr().out
     assert main(["convert", str(path), str(tmp_path / "out"), *told]) == 0
     assert "[told-cut]" in "".join(capsys.readouterr())

@@ -11,7 +11,7 @@ import click
 from restride import api
 from restride.algebra.serial import layout_to_json
 from restride.cli.contents import show_headline
-from restride.cli.cut_options import cut_options
+from restride.cli.cut_options import cut_options, source_options
 from restride.cli.exits import ExitCode
 from restride.cli.families import show_families
 from restride.cli.findings import finding_to_json, show_findings
@@ -45,6 +45,7 @@ def command_for(checkpoint: str) -> click.Command:
         "belong to.",
     )
     @cut_options
+    @source_options
     @json_option
     def command(
         *,
@@ -53,6 +54,8 @@ def command_for(checkpoint: str) -> click.Command:
         rules: str | None,
         plan: bool | None,
         grain: int | None,
+        source_config: str | None,
+        source_rules: str | None,
         as_json: bool,
     ) -> int:
         """How the next run cuts this checkpoint, and who says so.
@@ -61,12 +64,13 @@ def command_for(checkpoint: str) -> click.Command:
         shows the families of layouts that each cut belongs to: what the checkpoint alone says of
         other ranks.
         """
-        catalog = api.open(checkpoint)
+        catalog = api.open(checkpoint, source_config=source_config, source_rules=source_rules)
         if tp is None:
             if (config, rules, plan, grain) != (None,) * 4:
                 raise click.UsageError("say how many ranks the next run has: --tp")
             return show_families(checkpoint, catalog, as_json=as_json)
-        _show_cut(checkpoint, catalog, Cut(tp, config, rules, plan, grain), as_json=as_json)
+        cut = Cut(tp, source_config if config is None else config, rules, plan, grain)
+        _show_cut(checkpoint, catalog, cut, as_json=as_json)
         return ExitCode.OK
 
     return command
