@@ -93,7 +93,8 @@ class ExpertCuts:
     def _placement(self) -> Placement:
         root = self._run.models[0].root
         mesh = Mesh((("tp", self._run.tp_size),))
-        return Placement(root.get("universal_checkpoint_info"), mesh, root.where)
+        info = root.get("universal_checkpoint_info")
+        return Placement(info, mesh, root.where, may_be_told=False)
 
     def _layout(self, expert: NativeExpert, name: str, own: Mapping[int, Field]) -> Layout:
         shapes: list[Shape] = []

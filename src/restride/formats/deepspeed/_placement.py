@@ -56,6 +56,7 @@ class Placement:
         mesh: The tensor-parallel ranks.
         where: File, for errors.
         told: What a user tells of parameters of which nothing is said.
+        may_be_told: Whether a user could: nobody asks for what is told of experts.
 
     Raises:
         FormatError: The metadata has another type than it must have.
@@ -64,9 +65,16 @@ class Placement:
     """
 
     def __init__(
-        self, info: Field | None, mesh: Mesh, where: str, told: ToldCut | None = None
+        self,
+        info: Field | None,
+        mesh: Mesh,
+        where: str,
+        told: ToldCut | None = None,
+        *,
+        may_be_told: bool = True,
     ) -> None:
         self._mesh = mesh
+        self._may_be_told = may_be_told
         self._told = told
         self._where = where
         self._maps: PatternTable[Layout] = PatternTable([])
@@ -146,13 +154,16 @@ class Placement:
             return layout
         if self._told is not None:
             return self._told.layout(name, shapes, self._mesh)
+        by_user = (
+            "say it with --source-config, the config.json of a model that AutoTP cut, or "
+            "--source-rules; "
+        )
         raise UnsupportedError(
             f"nothing in the checkpoint says how {self._mesh.size} tensor-parallel ranks hold "
             f"shards of shapes {', '.join(map(str, shapes))}",
             where=self._place(name),
-            remedy="say it with --source-config, the config.json of a model that AutoTP cut, or "
-            "--source-rules; universal_checkpoint_info with an affine_map, or with "
-            f"{ROW_PARALLEL} and {REPLICATED}, would say it as well",
+            remedy=f"{by_user if self._may_be_told else ''}universal_checkpoint_info with an "
+            f"affine_map, or with {ROW_PARALLEL} and {REPLICATED}, would say it",
         )
 
     def _by_category(self, name: str, shapes: Sequence[Shape]) -> Layout | None:
