@@ -16,9 +16,11 @@ tiny model with random weights (nothing is downloaded), makes an engine of it, l
 trains `more`. Losses are exact, in hexadecimal.
 
 With `zero_init` the model is made under ``deepspeed.zero.Init``. A `dtype` of ``fp16`` is trained
-in as well, of which DeepSpeed thinks that few CPUs can. Models with DeepSpeed's own layers of
-experts have tensor-parallel ranks of their own (`native_moe`), which cut them with `cut_experts`,
-and `ep` may list a number of expert-parallel ranks for each layer.
+in as well, of which DeepSpeed thinks that few CPUs can. Lamb takes its steps by torch.
+
+Models with DeepSpeed's own layers of experts have tensor-parallel ranks of their own
+(`native_moe`), which cut them with `cut_experts`, and `ep` may list a number of expert-parallel
+ranks for each layer.
 
 Parameters whose names have one of the parts in `freeze` are frozen; `vectors` are settings of the
 optimizer for a group of the parameters with one dimension.
@@ -237,8 +239,7 @@ def train(rank: int, job: dict[str, Any]) -> list[str]:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
-    if job.get("dtype") == "fp16":
-        allow_fp16()
+    allow(job)
     tp = job.get("tp", 1) if job["model"] in NATIVE else 1
     mpu = native_moe.Mpu(rank, tp) if tp > 1 else None
     model = model_under_init(rank, job) if job.get("zero_init") else model_of(rank, job, mpu)
@@ -274,11 +275,44 @@ def train(rank: int, job: dict[str, Any]) -> list[str]:
     return losses
 
 
+def allow(job: dict[str, Any]) -> None:
+    """Let a job have what DeepSpeed has for GPUs alone."""
+    if job.get("dtype") == "fp16":
+        allow_fp16()
+    if settings_of(job)["optimizer"]["type"] == "Lamb":
+        allow_lamb()
+
+
 def allow_fp16() -> None:
     """Train in fp16 whatever this CPU has for it: torch computes it all the same, only slower."""
     from deepspeed.accelerator import get_accelerator
 
     type(get_accelerator()).is_fp16_supported = lambda _: True
+
+
+def allow_lamb() -> None:
+    """Let torch take the steps of DeepSpeed's Lamb, of which there is a kernel for GPUs alone."""
+    import torch
+    from deepspeed.ops.lamb import fused_lamb
+
+    class Kernel:
+        def load(self) -> Any:
+            return self
+
+        def lamb(self, *numbers: Any) -> Any:
+            master, half, first, second, grad, rate, beta1, beta2, most, least, *others = numbers
+            eps, scale, _, _, _, decay = others
+            grad = grad.float() / scale
+            first.mul_(beta1).add_(grad, alpha=1 - beta1)
+            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            update = first / (second.sqrt() + eps) + decay * master
+            trust = torch.clamp(master.norm() / update.norm(), least, most).nan_to_num(1.0)
+            master.sub_(update * rate * trust)
+            if half.numel():
+                half.data.copy_(master)
+            return trust
+
+    fused_lamb.FusedLambBuilder = Kernel
 
 
 def trained(model: Any, job: dict[str, Any]) -> Any:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Layer", "WholePipeline", "cuts", "whole_pipelines", "write_whole_pipeline"]
 
 # Of numbers in fp32 nothing but the shapes tells an order that is not the module's.
-Order: TypeAlias = Literal["module", "reversed", "sorted"]
+Order: TypeAlias = Literal["module", "reversed", "sorted", "muon"]
 
 _CONFIGS: Final[Mapping[WholeKind, dict[str, Any]]] = {
     "bare": {},
@@ -69,8 +69,10 @@ class WholePipeline:
         kind: Which class writes.
         tp: Tensor-parallel ranks.
         rates: The learning rate of each parameter group.
-        order: In which order a script gives the parameters of a group to the optimizer.
+        order: In which order a script gives the parameters of a group to the optimizer. Muon has
+            the first group, and sorts what it is given by the shapes of the shards.
         gives_frozen: Whether it gives frozen parameters to it as well.
+        drift: How far the copies of a tied module are apart on neighbouring stages.
     """
 
     layers: tuple[Layer, ...]
@@ -80,6 +82,7 @@ class WholePipeline:
     rates: tuple[float, ...] = (0.5,)
     order: Order = "module"
     gives_frozen: bool = False
+    drift: float = 0.0
     run: ZeroRun = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,9 +141,23 @@ class WholePipeline:
         given = [name for name in names if self.gives_frozen or name not in self.frozen]
         for number, rate in enumerate(self.rates):
             own = [name for name in given if self.run.parameters[name].group == number]
+            if self.is_muon(number):
+                shards = {name: shard_of(self.run, name, "weight", tp).shape for name in own}
+                own.sort(key=shards.__getitem__, reverse=True)
             numbered = [name for name in own if self.is_numbered(name, tp)]
             if own and (numbered or self.kind != "flat"):  # nothing can be joined to a buffer
                 yield rate, numbered
+
+    def is_muon(self, group: int) -> bool:
+        """Whether Muon updates a group."""
+        return self.order == "muon" and group == 0
+
+    def shard(self, name: str, state: str, stage: int, tp: int) -> Any:
+        """What a tensor-parallel rank of a stage has of a state."""
+        shard = shard_of(self.run, name, "fp32" if state == "weight" else state, tp)
+        if name.startswith("tied_modules."):
+            shard = (shard * np.float32(1 + stage * self.drift)).astype(np.float32)
+        return shard.astype(self.run.parameters[name].states[state].dtype)
 
     def is_numbered(self, name: str, tp: int) -> bool:
         """Whether a parameter that was given has a number: wrappers leave some out."""
@@ -167,9 +184,10 @@ def write_whole_pipeline(folder: Path, pipeline: WholePipeline) -> None:
 
 def _content(pipeline: WholePipeline, number: int, layer: Layer, tp: int) -> Any:
     content: Any = OrderedDictValue()
+    stage = max(stage for stage in pipeline.stages if pipeline.starts[stage] <= number)
     for name in layer.parameters:
         full = f"{pipeline.prefix(number)}{name}"
-        content[name] = stored(shard_of(pipeline.run, full, "weight", tp))
+        content[name] = stored(pipeline.shard(full, "weight", stage, tp))
     for name in layer.buffers:
         content[name] = Array("int64", (2,), bytes(16))
     return content
@@ -214,12 +232,17 @@ def _optimizer(pipeline: WholePipeline, stage: int, tp: int) -> dict[str, Any]:
             if not pipeline.frozen.issuperset(own) and any(
                 shard_of(pipeline.run, name, "weight", tp).size for name in own
             ):
-                state[number] = {
-                    "step": Array("float32", (), np.float32(2).tobytes()),
-                    "exp_avg": _part(pipeline, own, "exp_avg", tp),
-                }
-        settings.append({"lr": rate, "params": [*range(first, first + len(buffers))]})
-        masters.append([_part(pipeline, own, "fp32", tp) for own in buffers])
+                moment = _part(pipeline, own, "exp_avg", stage, tp)
+                step = Array("float32", (), np.float32(2).tobytes())
+                is_muon = pipeline.is_muon(pipeline.run.parameters[own[0]].group)
+                state[number] = (
+                    {"momentum_buffer": moment} if is_muon else {"step": step, "exp_avg": moment}
+                )
+        entry: dict[str, Any] = {"lr": rate, "params": [*range(first, first + len(buffers))]}
+        if pipeline.order == "muon":
+            entry["use_muon"] = rate == pipeline.rates[0]
+        settings.append(entry)
+        masters.append([_part(pipeline, own, "fp32", stage, tp) for own in buffers])
     base = {"state": state, "param_groups": settings}
     if pipeline.kind == "bare":
         return base
@@ -231,8 +254,8 @@ def _optimizer(pipeline: WholePipeline, stage: int, tp: int) -> dict[str, Any]:
     return {**scale, **wrapped}
 
 
-def _part(pipeline: WholePipeline, names: Sequence[str], state: str, tp: int) -> Array:
-    shards = [shard_of(pipeline.run, name, state, tp) for name in names]
+def _part(pipeline: WholePipeline, names: Sequence[str], state: str, stage: int, tp: int) -> Array:
+    shards = [pipeline.shard(name, state, stage, tp) for name in names]
     if pipeline.kind != "flat":
         return stored(shards[0].astype(np.float32))
     joined = np.concatenate([shard.ravel() for shard in shards])
@@ -283,13 +306,17 @@ def whole_pipelines(draw: DrawFn, *, kinds: Sequence[WholeKind]) -> WholePipelin
         layers.append(layer)
     rates = draw(st.sampled_from([(0.5, 0.25), (0.5, 0.5)])) if groups != "one" else (0.5,)
     orders: tuple[Order, ...] = ("module", "module", "module", "reversed", "sorted")
+    if kind == "bare":
+        orders = ("module",)
+    if groups == "by dimensions" and rates == (0.5, 0.25) and kind != "flat":
+        orders = (*orders, "muon")
     return WholePipeline(
         tuple(layers),
         draw(cuts(count)),
         kind,
         tp,
         rates,
-        draw(st.sampled_from(orders)) if kind != "bare" else "module",
+        draw(st.sampled_from(orders)),
         draw(st.booleans()),
     )
 

@@ -8,7 +8,7 @@ import pytest
 
 from restride import api
 
-from .test_pipeline_engine import HEAD, PLAIN, TIED, convert, job_of
+from .test_pipeline_engine import HEAD, MUON, PLAIN, TIED, convert, job_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,6 +47,12 @@ BLOCKS = ("tied_block", "norm", "tied_block", "block", "tied_block", "norm")
             {"config": FLAT},
         ),
         (PLAIN, {"pp": 2}, {"pp": 1, "pp_tied": {}}, {"config": UNFUSED, "frozen": True}),
+        (
+            PLAIN,
+            {"pp": 1},
+            {"pp": 2, "pp_layers": "uniform:4", "pp_tied": {}},
+            {"config": {**UNFUSED, "optimizer": MUON["optimizer"]}, "frozen": True},
+        ),
     ],
 )
 def test_stages_in_fp16_without_zero_go_on_as_if_nothing_had_happened(

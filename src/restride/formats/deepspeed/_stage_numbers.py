@@ -232,6 +232,11 @@ class _Search:
             for text in {name.partition(".")[0] for name in stage.buffers}
             if text.isdecimal() and len(text) < _MOST_DIGITS
         }
+        # Stages that name buffers of a tied module: all that have it do.
+        self._buffered: dict[str, set[int]] = defaultdict(set)
+        for number, stage in enumerate(stages):
+            for name in stage.buffers:
+                self._buffered[tied_prefix(name) or ""].add(number)
         self._needed = [stage.shapes for stage in stages]
         self._needs = _Places(self._needed)
         self._holds = _Places([self._modules[number].counted for number in self._numbers])
@@ -376,6 +381,8 @@ class _Search:
                 if self._apart.get(number, stage) != stage:
                     return
                 module = self._modules[number]
+                if stage not in self._buffered.get(module.prefix, {stage}):
+                    return
                 self._count(1 + len(module.counted))
                 if not all(self._leaves(stage, end, key) for key in module.counted):
                     return  # nor do longer runs
