@@ -66,6 +66,7 @@ def test_training_in_bfloat16_goes_on_bit_for_bit_on_more_data_parallel_ranks(
     require_saved_again(tmp_path / "out", tmp_path / "again")
 
 
+@pytest.mark.thorough
 def test_whole_experts_go_to_more_tensor_parallel_ranks_bit_for_bit(
     engine, require_saved_again, tmp_path: Path
 ) -> None:

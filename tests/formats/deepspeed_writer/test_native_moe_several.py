@@ -299,6 +299,7 @@ def here(name: str, ranks: dict[str, int], rank: int) -> bool:
 
 
 @pytest.mark.interop
+@pytest.mark.thorough
 def test_training_goes_on_bit_for_bit_with_all_layers_on_one_number_of_ranks(
     engine, require_saved_again, tmp_path: Path
 ) -> None:
