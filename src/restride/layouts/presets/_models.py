@@ -66,7 +66,7 @@ def choose_rules(family: Family, *, plan: bool | None) -> tuple[Rule, ...]:
     if plan and family.plan is None:
         raise RuleError(
             family.refused or f"transformers has no tensor-parallel plan for {family.model_type}",
-            remedy="pass plan=False for the cut by class and name",
+            remedy="choose --no-plan (plan=False) for the cut by class and name",
         )
     return family.names if family.plan is None or plan is False else family.plan
 
