@@ -88,6 +88,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_some_names(pattern):
     assert repr(pattern) in str(error.value)
     assert "no tensor of 3" in str(error.value)
     assert "wte.weight" in str(error.value)
+    assert ("; states here are weight, exp_avg" in str(error.value)) == ("/" in pattern)
 
 
 def test_a_rank_that_is_not_there_is_refused_in_a_rule_as_well():

@@ -82,9 +82,12 @@ def _require_used(pattern: str, tensors: Sequence[TensorEntry]) -> None:
         for tensor in tensors
     ):
         some = ", ".join(tensor.name for tensor in tensors[:_MOST_NAMED])
+        states = dict.fromkeys(state for tensor in tensors for state in tensor.states)
+        of_states = f"; states here are {', '.join(states)}" if "/" in pattern else ""
         raise PlanError(
             f"no tensor of {len(tensors)} has a name like {pattern!r}, to decide its copies",
-            remedy=f"names here are {some}{', ...' if len(tensors) > _MOST_NAMED else ''}",
+            remedy=f"names here are {some}{', ...' if len(tensors) > _MOST_NAMED else ''}"
+            f"{of_states}",
         )
 
 
