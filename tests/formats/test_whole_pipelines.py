@@ -327,3 +327,23 @@ def test_a_frozen_tied_module_is_on_the_stages_that_name_its_buffers() -> None:
     pipeline = WholePipeline(layers, (0, 1, 4), "unfused")
 
     assert "compared" in outcome(pipeline, (0, 2, 4), 0)
+
+
+def test_weights_have_the_names_that_are_told_where_their_states_have_none(tmp_path: Path) -> None:
+    """Ones and zeros leave several ways through the buffer of the first stage."""
+    plain = layer(0, {"weight": (3,), "bias": (6,)}, key="a")
+    numbers = {name: np.zeros(own.shape, np.float16) for name, own in plain.parameters.items()}
+    same = {
+        name: replace(own, states={**own.states, "weight": numbers[name], "fp32": numbers[name]})
+        for name, own in plain.parameters.items()
+    }
+    tied = replace(plain, parameters=same)
+    pipeline = WholePipeline((tied, layer(1, NORM), tied), (0, 1), "flat", 2)
+    write_whole_pipeline(tmp_path / "source", pipeline)
+
+    catalog = open_catalog(tmp_path / "source", told=Told(pp_tied=pipeline.ties))
+
+    (finding,) = catalog.findings
+    assert "is several sequences of weights of layers" in finding.message
+    assert {tensor.name for tensor in catalog.tensors} == pipeline.run.parameters.keys()
+    assert {state for tensor in catalog.tensors for state in tensor.states} == {"weight"}

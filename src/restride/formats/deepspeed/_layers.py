@@ -271,6 +271,7 @@ def _add_tied(
 ) -> None:
     """Give the copies of a tied module to the stages that have it, in order."""
     owners = [number for number, stage in enumerate(known) if prefix in _tied_prefixes(stage)]
+    owners = owners or [0]  # no stage says what it trains
     held: dict[int, list[OpenedLayer]] = {number: [] for number in owners}
     for layer in layers:
         held[_owner_of(layer, prefix, owners, known, held)].append(layer)

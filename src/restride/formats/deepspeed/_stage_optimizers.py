@@ -97,7 +97,7 @@ def name_stages(
         witness = Witness(pool)
         cuts = _cut(ranks, weights, witness)
         if isinstance(cuts, Unmatched):
-            return StageNames(problem=cuts.reason)
+            return StageNames(problem=cuts.reason, tied_to=tied_to)
         told_names = [names for file in files for names in file.names]
         if all(names is not None and all(map(_is_of_layer, names)) for names in told_names):
             listed = tuple(_named(own) for own in ranks)
