@@ -36,7 +36,7 @@ from restride.checkpoint._retarget_source import (
 )
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.fused_cuts import FUSED_CUT, wrong_cuts
-from restride.errors import RuleError, UnsupportedError
+from restride.errors import RuleError
 from restride.layouts.presets import (
     how_to_write,
     known_models,
@@ -111,7 +111,6 @@ def retarget(
         RuleError: Nothing says how a parameter is cut, or what says it leaves several answers; the
             preset is unknown or does not fit; a rule matches nothing, or its layout refuses.
         LayoutError: A number is none.
-        UnsupportedError: Experts are placed over ranks of their own and `tp` is above 1.
 
     Cost:
         Some milliseconds for each different layout. Never walks elements.
@@ -167,16 +166,9 @@ class _Retargeting:
         )
 
     def _keep_if_placed(self, tensor: TensorEntry) -> bool:
-        """Keep stacked experts over ranks of their own as they are."""
+        """Keep stacked experts over ranks of their own as they are: no other ranks cut them."""
         if all(name != _EP for name, _ in tensor.layout.mesh.axes):
             return False
-        if self._mesh.size > 1:
-            raise UnsupportedError(
-                f"experts are placed over the mesh {str(tensor.layout.mesh)!r}, and nothing says "
-                f"how {self._mesh.size} tensor-parallel ranks would cut them",
-                where=f"tensor {tensor.name!r}",
-                remedy="convert to one tensor-parallel rank",
-            )
         self._decided[tensor.name] = tensor.layout, _KEPT
         return True
 
