@@ -258,6 +258,8 @@ def test_another_dtype_is_a_difference_until_a_tolerance_asks_for_values(tmp_pat
     assert {row.dtypes for row in widened.differences} == {("bfloat16", "float32")}
     assert {row.different_numel for row in widened.differences} == {0}
     assert len(widened.differences) == widened.widened_count == 13
+    back = restride.diff(tmp_path / "wide", tmp_path / "narrow")
+    assert back.compared_nbytes == 2 * widened.compared_nbytes > 0  # of the first side
     assert restride.diff(tmp_path / "narrow", tmp_path / "wide", atol=1e-30).verdict == "same"
     assert near.verdict == "same"
     assert sum(row.different_numel for row in exact.differences) > 10_000
