@@ -104,6 +104,13 @@ def drifted(tmp_path):
     return tmp_path / "right", tmp_path / "drifted"
 
 
+def test_what_could_not_be_read_is_of_its_own_side():
+    pipeline = Path(__file__).parents[1] / "data" / "deepspeed_pipeline" / "fp32_tied_z0"
+
+    assert {side for side, _ in restride.diff(pipeline, SAMPLE).unread} == {"A"}
+    assert {side for side, _ in restride.diff(SAMPLE, pipeline).unread} == {"B"}
+
+
 def test_copies_that_differ_are_no_one_array_to_compare(tmp_path):
     right, wrong = drifted(tmp_path)
 
