@@ -21,6 +21,8 @@ from restride.errors import CorruptError, FormatError, RestrideError, Unsupporte
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from _typeshed import ReadableBuffer
+
     from restride.checkpoint.fingerprints import Fingerprints
 
 __all__ = [
@@ -102,20 +104,24 @@ def manifest_to_json(manifest: Manifest) -> bytes:
     """The content of the file; the same for the same output."""
     import msgspec  # noqa: PLC0415 - not before the end of a conversion
 
-    value: dict[str, object] = {
+    head = {
         "format": _FORMAT,
         "version": manifest.version,
         "job": manifest.job,
         "options": dict(manifest.options),
         "block_nbytes": manifest.block_nbytes,
-        "files": {name: _file_to_json(file) for name, file in manifest.files.items()},
-        "tensors": {name: dict(states) for name, states in manifest.tensors.items()},
     }
+    # File by file: as values of Python all of them would take ten times the memory of the text.
+    content = bytearray(_compact(head)[:-1] + b',"files":{')
+    for number, (name, file) in enumerate(manifest.files.items()):
+        content += b"%b%b:%b" % (b","[:number], _compact(name), _compact(_file_to_json(file)))
+    content += b'},"tensors":%b}' % _compact(
+        {name: dict(states) for name, states in manifest.tensors.items()}
+    )
     # The member of its own digest is the last; not spelled again for it, and not by Python, which
     # takes longer to indent than to digest all files.
-    content = _compact(value)
-    whole = b'%b,"digest":"%b"}' % (content[:-1], _digest_of(content).encode())
-    return msgspec.json.format(whole, indent=1) + b"\n"
+    content[-1:] = b',"digest":"%b"}' % _digest_of(content).encode()
+    return msgspec.json.format(bytes(content), indent=1) + b"\n"
 
 
 def manifest_from_json(content: bytes, *, where: str) -> Manifest:
@@ -151,7 +157,7 @@ def _part_to_json(part: ManifestPart) -> dict[str, object]:
     return value | {"blocks": [f"{digest:032x}" for digest in part.digests]}
 
 
-def _compact(value: Mapping[str, object]) -> bytes:
+def _compact(value: Mapping[str, object] | str) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
@@ -159,7 +165,7 @@ def _digest(value: Mapping[str, object]) -> str:
     return _digest_of(_compact(value))
 
 
-def _digest_of(content: bytes) -> str:
+def _digest_of(content: ReadableBuffer) -> str:
     return blake2b(content, digest_size=16).hexdigest()
 
 
