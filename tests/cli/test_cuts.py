@@ -89,6 +89,8 @@ def test_machines_get_the_shards_of_every_rank(checkpoint: Path) -> None:
 def test_without_ranks_the_families_of_each_cut_are_listed(checkpoint: Path) -> None:
     ran = run("layouts", checkpoint.name)
     kinds = {kind["pattern"]: kind for kind in run("layouts", "ckpt", "--json").json["kinds"]}
+    in_front = run("layouts", "--json", "ckpt")
+    assert in_front.json == run("layouts", "ckpt", "--json").json
 
     assert (ran.code, ran.err) == (0, "")
     assert line_of(ran.out, QKV).endswith("96x32   codegen-qkv with a multiple of 8 heads")

@@ -72,6 +72,8 @@ def command(context: click.Context, *, as_json: bool) -> None:
     with --tp, how another number of tensor-parallel ranks would cut it, and what decides that.
     """
     if context.invoked_subcommand is not None:
+        if as_json:  # in front of the name, it is meant for what comes
+            context.default_map = {context.invoked_subcommand: {"as_json": True}}
         return
     if as_json:
         write_json({"layouts": {name: _entry_to_json(e) for name, e in CATALOGUE.items()}})
