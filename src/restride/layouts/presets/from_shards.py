@@ -86,7 +86,7 @@ class ShardCuts:
             if not isinstance(config.get("tie_word_embeddings"), bool):
                 self._config["tie_word_embeddings"] = not any(map(is_head, names))
             self._preset = f"preset {find_family(config).model_type}"
-        self._known: dict[tuple[str, tuple[Shape, ...]], Matched] = {}
+        self._known: dict[tuple[str | None, str, tuple[Shape, ...]], Matched] = {}
 
     def find(self, name: str, shapes: Sequence[Shape]) -> Matched:
         """Find the layout of one parameter, and what says it.
@@ -99,11 +99,12 @@ class ShardCuts:
             RuleError: Nothing is said of it, or what is said makes no such shards; or, which a rule
                 decides, several cuts make them.
         """
-        # Layers repeat: what differs is the number of the layer.
+        rule = next((rule for rule in self._resolved if rule.pattern.matches(name)), None)
+        # Layers repeat: what differs is the number of the layer, which a rule may go by.
         pattern = ".".join("#" if part.isdecimal() else part for part in name.split("."))
-        key = pattern, tuple(shapes)
+        key = None if rule is None else rule.pattern.text, pattern, tuple(shapes)
         if key not in self._known:
-            self._known[key] = self._find(name, tuple(shapes))
+            self._known[key] = self._find(rule, name, tuple(shapes))
         return self._known[key]
 
     def require_model(self, layouts: Mapping[str, Layout]) -> None:
@@ -116,8 +117,7 @@ class ShardCuts:
             shapes = {name: layout.full_shape for name, layout in layouts.items()}
             require_model_of(self._config, shapes)
 
-    def _find(self, name: str, shapes: tuple[Shape, ...]) -> Matched:
-        rule = next((rule for rule in self._resolved if rule.pattern.matches(name)), None)
+    def _find(self, rule: Rule | None, name: str, shapes: tuple[Shape, ...]) -> Matched:
         if rule is not None:
             return self._by_rule(rule, name, shapes)
         if self._config is not None:
@@ -194,11 +194,14 @@ class ShardCuts:
         if len(found) == 1:
             return found[0]
         shown = ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")  # noqa: PLR2004
+        full_shapes = sorted({layout.full_shape for layout in found})
+        ways = ", with transformers' plan and without"
+        if len(full_shapes) > 1:
+            ways = f", of tensors of shapes {', '.join(map(str, full_shapes[:4]))}"
         raise RuleError(
             f"{what} makes no shards of shapes {shown}{problem}"
             if not found
-            else f"{what} makes shards of shapes {shown} in {len(found)} ways, with transformers' "
-            "plan and without",
+            else f"{what} makes shards of shapes {shown} in {len(found)} ways{ways}",
             where=f"parameter {name!r}",
             remedy="write a rule that says how the ranks that wrote it cut this parameter",
         )
