@@ -37,13 +37,14 @@ import multiprocessing
 import os
 import queue
 import signal
-import socket
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
 
 import native_moe
+import ranks
 
 SECONDS = 180
 HIDDEN, HEADS, KV_HEADS = 64, 8, 4
@@ -353,26 +354,11 @@ def convert_as_peer(source: str, out: str) -> list[str]:
     return []
 
 
-def run_rank(rank: int, job: dict[str, Any], port: int, answers: Any) -> None:
+def run_rank(rank: int, job: dict[str, Any], meeting: Path, answers: Any) -> None:
     # What DeepSpeed prints is not an answer.
     os.dup2(2, 1)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(job.get("world", 1)),
-        LOCAL_WORLD_SIZE=str(job.get("world", 1)),
-        # Otherwise DeepSpeed's all-reduce leaves 69 MB for each rank in shared memory.
-        LOCAL_SIZE="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
     try:
-        if "pipeline" in job:
-            import pipeline_jobs
-
-            losses = pipeline_jobs.train(rank, job)
-        else:
-            losses = convert_as_peer(*job["peer"]) if "peer" in job else train(rank, job)
+        losses = work(rank, job, meeting)
     except BaseException as error:  # noqa: BLE001 - the server has to hear of it, whatever it is
         trace = traceback.format_exc()
         answers.put({"ok": False, "rank": rank, "error": f"{error!r}", "trace": trace})
@@ -383,22 +369,35 @@ def run_rank(rank: int, job: dict[str, Any], port: int, answers: Any) -> None:
         answers.put({"ok": True, "losses": losses})
 
 
+def work(rank: int, job: dict[str, Any], meeting: Path) -> list[str]:
+    if "peer" in job:
+        return convert_as_peer(*job["peer"])
+    ranks.join(rank, job.get("world", 1), meeting)
+    if "pipeline" in job:
+        import pipeline_jobs
+
+        return pipeline_jobs.train(rank, job)
+    return train(rank, job)
+
+
 def run(context: Any, job: dict[str, Any]) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        return run_at(Path(folder, "meeting"), context, job)
+
+
+def run_at(meeting: Path, context: Any, job: dict[str, Any]) -> dict[str, Any]:
     answers = context.Queue()
-    ranks = [
-        context.Process(target=run_rank, args=(rank, job, port, answers))
+    processes = [
+        context.Process(target=run_rank, args=(rank, job, meeting, answers))
         for rank in range(job.get("world", 1))
     ]
-    for process in ranks:
+    for process in processes:
         process.start()
     try:
         answer: dict[str, Any] = answers.get(timeout=job.get("seconds", SECONDS))
     except queue.Empty:
         answer = {"ok": False, "error": "timeout"}
-    for process in ranks:
+    for process in processes:
         if answer["ok"]:
             process.join(20)
         if process.is_alive():

@@ -18,11 +18,12 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import ranks
 
 _SAMPLE = Path(__file__).resolve().parents[1] / "src" / "restride" / "cli" / "sample"
 _TP, _DP = 2, 2
@@ -43,7 +44,7 @@ def main() -> None:
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else _SAMPLE
     with tempfile.TemporaryDirectory() as scratch:
         written = Path(scratch, "written")
-        os.environ.update(TORCH_EXTENSIONS_DIR=str(Path(scratch, "extensions")), **_environment())
+        os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
         _train(written)
         universal = Path(scratch, "universal")
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
@@ -59,37 +60,22 @@ def main() -> None:
     print(f"{target}: {nbytes} bytes")
 
 
-def _environment() -> dict[str, str]:
-    # LOCAL_SIZE 0 keeps DeepSpeed from leaving a shared-memory segment behind for each rank.
-    return {
-        "DS_ACCELERATOR": "cpu",
-        "HF_HUB_OFFLINE": "1",
-        "LOCAL_SIZE": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
 def _train(folder: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    world = _TP * _DP
-    ranks = [
-        context.Process(target=_run_rank, args=(rank, world, port, folder)) for rank in range(world)
+    meeting = folder.with_name("meeting")
+    processes = [
+        context.Process(target=_run_rank, args=(rank, meeting, folder)) for rank in range(_TP * _DP)
     ]
-    for process in ranks:
+    for process in processes:
         process.start()
-    for process in ranks:
+    for process in processes:
         process.join()
-    if any(process.exitcode for process in ranks):
+    if any(process.exitcode for process in processes):
         sys.exit("a rank of the engine failed; its traceback is above")
 
 
-def _run_rank(rank: int, world: int, port: int, folder: Path) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(LOCAL_WORLD_SIZE=str(world), MASTER_PORT=str(port))
+def _run_rank(rank: int, meeting: Path, folder: Path) -> None:
+    ranks.join(rank, _TP * _DP, meeting)
     import deepspeed
     import torch
     from transformers import CodeGenConfig, CodeGenForCausalLM

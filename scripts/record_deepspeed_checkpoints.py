@@ -21,12 +21,13 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
+
+import ranks
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "data" / "deepspeed"
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
@@ -273,16 +274,12 @@ def parameter_groups(model: Any, variant: dict[str, Any]) -> list[Any]:
 
 
 def run_rank(
-    job: Any, rank: int, variant: dict[str, Any], out: str, port: int, results: Any
+    job: Any, rank: int, variant: dict[str, Any], out: str, meeting: Path, results: Any
 ) -> None:
     """Train two steps and save, in one process."""
     try:
-        ranks = str(variant["ranks"])
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
-            LOCAL_SIZE="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
-            OMP_NUM_THREADS="1",
-        )  # fmt: skip
+        os.environ["OMP_NUM_THREADS"] = "1"
+        ranks.join(rank, variant["ranks"], meeting)
         job(rank, variant, out)
         results.put("")
     except BaseException:  # noqa: BLE001 - the parent must hear of it before this process goes
@@ -426,13 +423,15 @@ def look_up(engine: Any, states: list[str]) -> dict[str, Any]:
 
 def record(variant: dict[str, Any], out: Path, job: Any = train) -> None:
     """Run all ranks of one variant."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        record_at(Path(folder, "meeting"), variant, out, job)
+
+
+def record_at(meeting: Path, variant: dict[str, Any], out: Path, job: Any) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [
-        context.Process(target=run_rank, args=(job, rank, variant, str(out), port, results))
+        context.Process(target=run_rank, args=(job, rank, variant, str(out), meeting, results))
         for rank in range(variant["ranks"])
     ]
     for number, process in enumerate(processes):

@@ -46,7 +46,7 @@ def start(*words):
 
 
 def torchrun(*words):
-    return start("-m", "torch.distributed.run", *words)
+    return start("-m", "torch.distributed.run", "--standalone", *words)
 
 
 def test_two_processes_write_the_bytes_of_one_and_the_first_reports(tmp_path):
