@@ -1,12 +1,19 @@
-"""Profiles, and the place of the shared real checkpoints."""
+"""Profiles, the place of the shared real checkpoints, and the real engine."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=50, **_COMMON)
@@ -33,6 +40,33 @@ def shared() -> Path:
     if found is None:
         pytest.skip("the shared real checkpoints are not beside the repository")
     return found
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Callable[..., list[str]]]:
+    """Run one job of ``scripts/deepspeed_jobs.py``; returns its losses, exact, in hexadecimal.
+
+    The real engine is a server of jobs, which is started once for all tests of a run.
+    """
+    for name in ("torch", "deepspeed", "transformers"):
+        pytest.importorskip(name)
+    server = subprocess.Popen(
+        [sys.executable, _ROOT / "scripts" / "deepspeed_jobs.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+    def run(**job: Any) -> list[str]:
+        print(json.dumps(job, default=str), file=server.stdin, flush=True)
+        answer = json.loads(server.stdout.readline())
+        assert answer["ok"], f"{answer['error']}\n{answer.get('trace', '')}"
+        return answer["losses"]
+
+    with server:
+        yield run
+        server.stdin.close()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,6 +15,9 @@ from restride import api
 from restride.errors import CorruptError
 from restride.formats._registry import open_training
 from restride.testing.gather import gather_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
@@ -245,24 +249,12 @@ def test_a_replica_that_drifted_stops_the_peer_and_is_decided_here(
     assert {finding.kind for finding in report.findings} == {"replica-drift"}
 
 
-def engine(shared: Path, *options: object, zero: int = 1) -> list[float]:
-    """Losses of two steps of the real engine: a tiny Llama on two ranks."""
-    command = [sys.executable, str(shared / "recipes" / "deepspeed_engine.py"), "llama"]
-    command += ["--world", "2", "--zero", str(zero), *map(str, options)]
-    done = subprocess.run(
-        command,
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**environment(), "LOCAL_SIZE": "0"},
-    )
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["status"] == "ok"
-    return result["losses"]
+# A tiny Llama on two ranks.
+LLAMA = {"model": "llama", "world": 2}
 
 
 def require_same_training(one: Path, other: Path) -> None:
-    """The printed loss is rounded; two steps later every bit of every state is still the same."""
+    """Two steps later every bit of every state is still the same."""
     states = [gather_all(api.open(folder)) for folder in (one, other)]
     assert len(states[0]) > 60
     assert states[0].keys() == states[1].keys()
@@ -272,14 +264,14 @@ def require_same_training(one: Path, other: Path) -> None:
 
 @pytest.mark.slow
 def test_the_real_engine_trains_on_as_from_the_folder_of_the_peer(
-    shared: Path, peer: Path, tmp_path: Path
+    engine: Callable[..., list[str]], shared: Path, peer: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("transformers")
     source = shared / "checkpoints" / "llama_tp2_z1"
     api.convert(source, tmp_path / "ours", to="universal")
 
+    job = {**LLAMA, "zero": 1, "universal": True, "steps": 2}
     losses = [
-        engine(shared, "--tp", 1, "--load", folder, "--universal", "--save", tmp_path / f"{who}2")
+        engine(**job, load=folder, save=tmp_path / f"{who}2")
         for who, folder in (("peer", peer / source.name), ("ours", tmp_path / "ours"))
     ]
 
@@ -289,14 +281,14 @@ def test_the_real_engine_trains_on_as_from_the_folder_of_the_peer(
 
 @pytest.mark.slow
 def test_an_engine_of_zero_3_trains_on_as_from_the_folder_of_the_peer(
-    shared: Path, peer: Path, tmp_path: Path
+    engine: Callable[..., list[str]], shared: Path, peer: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("transformers")
     source = shared / "checkpoints" / "llama_tp1dp2_z3"
     api.convert(source, tmp_path / "ours", to="universal")
 
+    job = {**LLAMA, "zero": 3, "universal": True, "steps": 2}
     losses = [
-        engine(shared, "--load", folder, "--universal", "--save", tmp_path / f"{who}2", zero=3)
+        engine(**job, load=folder, save=tmp_path / f"{who}2")
         for who, folder in (("peer", peer / source.name), ("ours", tmp_path / "ours"))
     ]
 
@@ -315,29 +307,26 @@ def require_held(saved: Path, expected: Path) -> None:
 
 @pytest.mark.thorough
 def test_an_engine_of_zero_3_with_tensor_parallelism_takes_a_run_of_zero_1_without(
-    shared: Path, tmp_path: Path
+    engine: Callable[..., list[str]], shared: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("transformers")
     source = shared / "checkpoints" / "llama_tp1dp2_z1"
     api.convert(source, tmp_path / "ours", to="universal", stage=3)
 
-    options = ["--tp", 2, "--steps", 0, "--load", tmp_path / "ours", "--universal"]
-    engine(shared, *options, "--save", tmp_path / "held", zero=3)
+    job = {**LLAMA, "tp": 2, "zero": 3, "universal": True}
+    engine(**job, load=tmp_path / "ours", save=tmp_path / "held")
 
     require_held(tmp_path / "held", source)
 
 
 @pytest.mark.slow
 def test_the_sharded_form_of_a_folder_is_what_an_engine_holds_that_loaded_it(
-    shared: Path, peer: Path, tmp_path: Path
+    engine: Callable[..., list[str]], peer: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("transformers")
     folder = peer / "llama_tp2_z1"
 
     api.convert(folder, tmp_path / "sharded", to="deepspeed", tp=1, dp=2, zero=1)
 
-    options = ["--steps", 0, "--load", folder, "--universal", "--save", tmp_path / "held"]
-    engine(shared, *options)
+    engine(**LLAMA, zero=1, universal=True, load=folder, save=tmp_path / "held")
     require_held(tmp_path / "held", tmp_path / "sharded")
     catalogs = [api.open(tmp_path / name) for name in ("held", "sharded")]
     states = [gather_all(catalog) for catalog in catalogs]
@@ -350,24 +339,22 @@ def test_the_sharded_form_of_a_folder_is_what_an_engine_holds_that_loaded_it(
 
 
 @pytest.mark.thorough
-def test_momentum_goes_on_where_the_peer_knows_only_adam(shared: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+def test_momentum_goes_on_where_the_peer_knows_only_adam(
+    engine: Callable[..., list[str]], tmp_path: Path
+) -> None:
     config = {
         "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
     }
-    options = ["--tp", 2, "--dtype", "fp32", "--config", json.dumps(config)]
-    engine(shared, *options, "--save", tmp_path / "sgd")
+    job = {**LLAMA, "tp": 2, "zero": 1, "dtype": "fp32", "config": config, "steps": 2}
+    engine(**job, save=tmp_path / "sgd")
 
     api.convert(tmp_path / "sgd", tmp_path / "ours", to="universal")
 
     command = [sys.executable, "-c", PEER, tmp_path / "peer", tmp_path / "failed.json"]
     subprocess.run([*command, tmp_path / "sgd"], check=True, capture_output=True, env=environment())
     assert json.loads((tmp_path / "failed.json").read_text()) == {"sgd": "'exp_avg'"}
-    plainly = engine(shared, *options, "--load", tmp_path / "sgd", "--save", tmp_path / "sgd2")
-    from_ours = engine(
-        *(shared, *options, "--load", tmp_path / "ours", "--universal"),
-        *("--save", tmp_path / "ours2"),
-    )
+    plainly = engine(**job, load=tmp_path / "sgd", save=tmp_path / "sgd2")
+    from_ours = engine(**job, load=tmp_path / "ours", universal=True, save=tmp_path / "ours2")
     assert from_ours == plainly
     require_same_training(tmp_path / "ours2", tmp_path / "sgd2")
