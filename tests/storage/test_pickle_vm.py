@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 
 from restride.checkpoint.values import Constructed, GlobalName, OrderedDictValue
 from restride.errors import CorruptError, RestrideError
+from restride.storage import pickle_shape, pickle_vm
 from restride.storage.pickle_ops import OPCODES, STOP
 from restride.storage.pickle_vm import Limits, read_pickle
+from restride.storage.pickle_writer import write_pickle
 from restride.testing.hostile import Hostile, callers, hostile_pickles
 from restride.testing.mutations import damaged
 from restride.testing.opcodes import (
@@ -430,3 +432,61 @@ def test_nothing_but_our_errors_comes_out_of_noise(content: bytes) -> None:
         read_pickle(content, limits=Limits(work=100_000, expanded=100_000))
     except RestrideError as error:
         assert str(error)  # noqa: PT017
+
+
+def outcome(content: bytes, limits: Limits, *, shortcuts: bool = True) -> bytes | str:
+    """What comes of a stream: the value, spelled again, or the refusal."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not shortcuts:
+            patch.setattr(pickle_vm, "run_ordinary", lambda _: None)
+            patch.setattr(pickle_shape, "_VISITS_PER_VALUE", 0)
+        try:
+            return write_pickle(read_pickle(content, limits=limits))
+        except RestrideError as error:
+            return str(error)
+
+
+LIMITS = st.builds(
+    Limits,
+    work=st.integers(0, 400) | st.just(100_000),
+    depth=st.integers(0, 5) | st.just(200),
+    string_nbytes=st.integers(0, 5) | st.just(1 << 20),
+    expanded=st.integers(0, 30) | st.just(100_000),
+)
+
+
+@given(st.binary(max_size=200) | st.sampled_from(VALID).flatmap(damaged), LIMITS)
+def test_the_fast_lane_does_to_damaged_streams_what_the_handlers_do(
+    content: bytes, limits: Limits
+) -> None:
+    assert outcome(content, limits) == outcome(content, limits, shortcuts=False)
+
+
+@given(PLAIN, st.sampled_from(PROTOCOLS), LIMITS)
+def test_the_fast_lane_does_to_sound_streams_what_the_handlers_do(
+    value: object, protocol: int, limits: Limits
+) -> None:
+    content = pickle.dumps([value, (value, {"a": value}), Address(1, [2])], protocol)
+
+    assert outcome(content, limits) == outcome(content, limits, shortcuts=False)
+
+
+@pytest.mark.parametrize("case", hostile_pickles(), ids=lambda case: case.name)
+def test_the_fast_lane_refuses_what_the_handlers_refuse(case: Hostile) -> None:
+    assert outcome(case.content, Limits()) == outcome(case.content, Limits(), shortcuts=False)
+
+
+def test_a_key_that_comes_twice_late_is_told_of_by_its_name() -> None:
+    batch = b"(" + text("a") + b"N" + text("b") + b"N" + text("a") + b"Nu"
+
+    for body in (b"}" + batch, b"}(" + text("b") + b"Nu" + batch):
+        with pytest.raises(CorruptError, match=r"key '[ab]' is set twice"):
+            read_pickle(stream(body))
+
+
+def test_nesting_without_marks_is_bounded_alike() -> None:
+    for levels in range(1, 8):
+        found = outcome(stream(b"N" + b"\x85" * levels), Limits(depth=3))
+
+        assert isinstance(found, bytes) == (levels <= 3)
+        assert found == outcome(stream(b"N" + b"\x85" * levels), Limits(depth=3), shortcuts=False)

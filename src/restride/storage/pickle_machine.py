@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from restride.checkpoint.values import Value
 
-__all__ = ["Limits", "Machine", "Rule", "Rules", "shown"]
+__all__ = ["CONTAINER_WORK", "Limits", "Machine", "Rule", "Rules", "shown"]
 
 # Called with the arguments that the stream would have passed; returns the value, or None where the
 # call stays a `Constructed`.
@@ -32,7 +32,7 @@ _LEAF_KEYS: Final = _PLAIN_KEYS | {int, complex, Storage, StoredTensor}
 _PLAIN_INT: Final = 1 << 60
 _KEY_NODES: Final = 1024
 _COLLISIONS_PER_WORK: Final = 4
-_CONTAINER_WORK: Final = 3
+CONTAINER_WORK: Final = 3
 _COPIED_NBYTES_PER_WORK: Final = 16
 _SHOWN_LEN: Final = 80
 _LARGEST_MEMO_INDEX: Final = (1 << 32) - 1
@@ -184,7 +184,7 @@ class Machine:
 
     def push_container(self, container: Value) -> None:
         """Put a new container on the stack; an empty one is the dearest value per opcode."""
-        self.charge(_CONTAINER_WORK)
+        self.charge(CONTAINER_WORK)
         self.stack.append(container)
 
     def remember(self, index: int) -> None:
@@ -209,7 +209,7 @@ class Machine:
             raise CorruptError(f"a call gets its arguments as {type(args).__name__}, not as tuple")
         if not isinstance(constructor, GlobalName | Constructed):
             raise CorruptError(f"a value of type {type(constructor).__name__} would be called")
-        self.charge(_CONTAINER_WORK)
+        self.charge(CONTAINER_WORK)
         if isinstance(constructor, GlobalName) and constructor in self.rules:
             value = self.rules[constructor](self, args)
             if value is not None:

@@ -36,6 +36,8 @@ _NODES = (list, tuple, dict, set, frozenset, Constructed)
 _LEAVES: Final = frozenset(
     {bool, int, float, complex, str, bytes, type(None), GlobalName, Storage, StoredTensor}
 )
+# Shapes and the like are shared, which makes them few values more to a walk that visits them again.
+_VISITS_PER_VALUE: Final = 4
 
 
 class _Frame:
@@ -50,8 +52,14 @@ class _Frame:
         self.size = 1
 
 
-def require_walkable(root: Value, limits: Limits) -> None:
+def require_walkable(root: Value, limits: Limits, *, made: int = 0) -> None:
     """Refuse a value that contains itself, is nested too deep, or expands into too many values.
+
+    Args:
+        root: The value.
+        limits: How deep and how large it may be.
+        made: About how many values there are, each shared one counted once. A walk that does not
+            know of sharing may visit a few times as many: where that is enough, it is faster.
 
     Raises:
         CorruptError: One of the above, with the place inside the value.
@@ -59,7 +67,7 @@ def require_walkable(root: Value, limits: Limits) -> None:
     Cost:
         O(values), each shared value once; no recursion.
     """
-    if not isinstance(root, _NODES):
+    if not isinstance(root, _NODES) or _can_be_walked(root, limits, _VISITS_PER_VALUE * made):
         return
     known: dict[int, tuple[int, int]] = {}
     frames = [_Frame(root)]
@@ -85,6 +93,33 @@ def require_walkable(root: Value, limits: Limits) -> None:
         else:
             walking.add(id(inner))
             frames.append(_Frame(inner))
+
+
+def _can_be_walked(root: _Node, limits: Limits, most: int) -> bool:
+    """Walk a value level by level without regard to sharing, but not for long.
+
+    Returns:
+        Whether that came to an end within the limits. If not, the value may be sound all the same.
+    """
+    level: list[Value] = [root]
+    size, most = 1, min(most, limits.expanded)
+    for _ in range(limits.depth):
+        children: list[Value] = []
+        for node in level:
+            if type(node) is list or type(node) is tuple:
+                children.extend(node)
+            elif type(node) is dict:
+                children.extend(node)
+                children.extend(node.values())
+            elif isinstance(node, _NODES):
+                children.extend(_children(node))
+            if size + len(children) > most:
+                return False
+        size += len(children)
+        level = [child for child in children if type(child) not in _LEAVES]
+        if not level:
+            return True
+    return False
 
 
 def _next_unknown(frame: _Frame, known: dict[int, tuple[int, int]]) -> _Node | None:

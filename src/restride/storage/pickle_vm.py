@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.values import Constructed, GlobalName, OrderedDictValue
 from restride.errors import CorruptError, RestrideError
+from restride.storage.pickle_lane import run_ordinary
 from restride.storage.pickle_machine import Limits, Machine, Rule, Rules
 from restride.storage.pickle_ops import OPCODES, STOP
 from restride.storage.pickle_shape import require_walkable
@@ -76,6 +77,7 @@ def read_pickle(
     position, nbytes = 0, len(stream)
     try:
         while True:
+            run_ordinary(machine)
             position = machine.at
             if position >= nbytes:
                 raise CorruptError(f"the stream ends after {nbytes} bytes without STOP")
@@ -103,7 +105,9 @@ def _result(machine: Machine) -> Value:
         )
     if machine.at != len(machine.stream):
         raise CorruptError(f"{len(machine.stream) - machine.at} bytes follow the end of the pickle")
-    require_walkable(machine.stack[0], machine.limits)
+    # Without sharing, a value is made of no more values than the stream was charged for.
+    made = machine.limits.work - machine.budget
+    require_walkable(machine.stack[0], machine.limits, made=made)
     return machine.stack[0]
 
 
