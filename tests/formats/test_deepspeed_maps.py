@@ -97,7 +97,7 @@ def test_a_scale_that_is_no_simple_number_is_the_float_itself():
     assert piece.scale == Fraction(stored)
 
 
-@pytest.mark.parametrize("scale", [0, 0.0, float("nan"), float("inf"), "1", [1]])
+@pytest.mark.parametrize("scale", [0, 0.0, float("nan"), float("inf"), "1", [1], 10**400])
 def test_a_scale_that_is_none(scale):
     refused(whole(scale=scale), "a scale is a finite number other than 0")
 
@@ -337,3 +337,23 @@ def test_sub_parameters_and_segments_of_deepspeed_fold(dim):
     layout = from_affine_map(stored)
     assert len(layout.all_pieces) == 2
     assert same_layout(layout, bigcode_qkv((24, 5), mesh={"tp": 4}, hidden=16, heads=4))
+
+
+def test_what_only_compares_equal_to_a_map_is_read_by_itself():
+    """Layers repeat and are read once; but ``True`` is no 1, wherever it stands."""
+    lying = columns()
+    lying["ranks"][1]["pieces"][0]["locations"] = [True]
+    stored = Field({"params": {"a": columns(), "b": columns(), "c": lying}}, "info")
+    found = read_affine_maps(stored, Mesh((("tp", 2),)))
+
+    assert next(found)[1] is next(found)[1]
+    with pytest.raises(FormatError, match=r"params'\]\['c'\].*found True"):
+        next(found)
+
+
+def test_a_number_of_thousands_of_digits_is_refused():
+    lying = {**columns(), "logical_shape": [10**5000, 4]}
+    stored = Field({"params": {"a": lying}}, "info")
+
+    with pytest.raises(FormatError, match="a number that cannot be counted"):
+        list(read_affine_maps(stored, Mesh((("tp", 2),))))

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 _LONGEST: Final = 1024
 _SPECIAL: Final = frozenset("()|{}[]^$*+?.\\")
 # Almost all: every letter stands for itself, or is escaped to do so.
-_SPELLED_OUT: Final = re.compile(r"\^?((?:[^()|{}\[\]^$*+?.\\]|\\[\W_])*)\$")
+_SPELLED_OUT: Final = re.compile(r"\^?((?:[^()|{}\[\]^$*+?.\\]++|\\[\W_])*+)\$")
 _ESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
 _CLASSES: Final[dict[str, str]] = {"d": r"\d", "w": r"\w", "s": r"\s"}
 
@@ -112,7 +112,11 @@ def literal_name(text: str) -> str | None:
         'wte.weight'
     """
     match = _SPELLED_OUT.fullmatch(text) if len(text) <= _LONGEST else None
-    return None if match is None else _ESCAPED.sub(r"\1", match[1])
+    if match is None:
+        return None
+    if "\\\\" in match[1]:
+        return _ESCAPED.sub(r"\1", match[1])
+    return match[1].replace("\\", "")  # none of them stands for itself
 
 
 class PatternTable(Generic[_T]):

@@ -21,7 +21,7 @@ from restride.algebra.fold import fold
 from restride.algebra.layout import Layout
 from restride.algebra.mesh import as_mesh
 from restride.algebra.piece import Axis, Piece
-from restride.errors import CorruptError, LayoutError, UnsupportedError
+from restride.errors import CorruptError, FormatError, LayoutError, UnsupportedError
 from restride.formats.deepspeed._fields import Field, shown
 
 if TYPE_CHECKING:
@@ -131,13 +131,22 @@ def read_affine_maps(stored: Field, mesh: Mesh) -> Iterator[tuple[str, Layout]]:
         UnsupportedError: As for `from_affine_map`, or the maps have a version from the future.
     """
     require_map_version(stored)
-    # Layers repeat: a model has some ten different maps, not thousands.
-    known: dict[_Map, Layout] = {}
+    # Layers repeat: a model has some ten different maps, not thousands. What is spelled alike, down
+    # to the types, means the same; equality would take True for 1.
+    known: dict[str, Layout] = {}
     for pattern, entry in stored.at("params").items():
-        parsed = _read_map(entry)
-        if parsed not in known:
-            known[parsed] = _lower(parsed, mesh, entry.where)
-        yield pattern, known[parsed]
+        spelled = _spelled(entry)
+        if spelled not in known:
+            known[spelled] = _lower(_read_map(entry), mesh, entry.where)
+        yield pattern, known[spelled]
+
+
+def _spelled(entry: Field) -> str:
+    try:
+        return repr(entry.value)
+    except ValueError:
+        # Python does not spell an integer of thousands of digits, and no field of a map is one.
+        raise FormatError("has a number that cannot be counted", where=entry.where) from None
 
 
 def require_map_version(stored: Field) -> None:
@@ -208,7 +217,11 @@ def _read_walk(stored: Field, ndim: int) -> tuple[int, _Ints]:
 
 def _read_scale(stored: Field) -> Fraction:
     value = stored.value
-    if type(value) not in {int, float} or not isfinite(value) or value == 0:  # type: ignore[arg-type]
+    try:
+        is_finite = type(value) in {int, float} and isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:  # an integer that no float can be
+        is_finite = False
+    if not is_finite or not value:
         raise CorruptError(
             f"a scale is a finite number other than 0, found {shown(value)}", where=stored.where
         )
