@@ -126,7 +126,7 @@ def admit_out(
             where=what,
             remedy="hand in an array of its own, or leave it out",
         )
-    if any(framework.overlap(out, source) for source in read):
+    if framework.overlaps(out, read):
         raise UnsupportedError(
             "shares memory with what is read, which would be overwritten before it is read",
             where=what,

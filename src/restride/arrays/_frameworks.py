@@ -15,7 +15,7 @@ from restride.arrays._torch import TorchFramework
 from restride.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from fractions import Fraction
 
     from numpy.typing import NDArray
@@ -64,8 +64,8 @@ class Framework(Protocol):
     def is_writable(self, array: Array, /) -> bool:
         """Whether it is contiguous memory that may be written in place."""
 
-    def overlap(self, a: Array, b: Array, /) -> bool:
-        """Whether two arrays of one place may have memory in common."""
+    def overlaps(self, array: Array, others: Iterable[Array], /) -> bool:
+        """Whether an array may have memory in common with another one of the same place."""
 
     def fill_zero(self, view: Array, /) -> None:
         """Write zeros."""

@@ -14,7 +14,7 @@ from restride.arrays.strided import copy_at
 from restride.errors import LayoutError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from fractions import Fraction
 
     from numpy.typing import NDArray
@@ -90,9 +90,9 @@ class NumpyFramework:
         """Row-major, in native memory, and not read-only."""
         return bool(array.flags.c_contiguous and array.flags.writeable)
 
-    def overlap(self, a: NDArray[Any], b: NDArray[Any]) -> bool:
+    def overlaps(self, array: NDArray[Any], others: Iterable[NDArray[Any]]) -> bool:
         """By the bounds of their memory."""
-        return np.may_share_memory(a, b)
+        return any(np.may_share_memory(array, other) for other in others)
 
     def fill_zero(self, view: NDArray[Any]) -> None:
         """Write zeros."""

@@ -12,7 +12,7 @@ from restride.arrays.strided import copy_at
 from restride.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from fractions import Fraction
 
     import numpy as np
@@ -80,10 +80,10 @@ class TorchFramework:
         """Row-major, and no view that negates or conjugates what is in memory."""
         return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
-    def overlap(self, a: Any, b: Any) -> bool:
+    def overlaps(self, tensor: Any, others: Iterable[Any]) -> bool:
         """By the addresses of their first and last elements."""
-        (first, last), (start, stop) = _reach(a), _reach(b)
-        return first < stop and start < last
+        first, last = _reach(tensor)
+        return any(first < stop and start < last for start, stop in map(_reach, others))
 
     def fill_zero(self, view: Any) -> None:
         """Write zeros."""

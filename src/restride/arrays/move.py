@@ -84,15 +84,14 @@ def move(
     moved = _targets(framework, transfers.target, admitted, out or {})
     for rank, shard in moved.items():
         fill_padding(framework, transfers.target, rank, shard)
-        for transfer in transfers.at_target(rank):
-            for source_rank, block in _by_source(transfer):
-                if source_rank not in admitted:
-                    raise PlanError(
-                        f"target rank {rank} reads source rank {source_rank}, which is not given",
-                        remedy="hand in its shard, or plan with a source without that rank",
-                    )
-                for pair in views(framework, admitted[source_rank], shard, block):
-                    copy_scaled(framework, pair, transfer.scale)
+        for source_rank, block, scale in _received(transfers, rank):
+            if source_rank not in admitted:
+                raise PlanError(
+                    f"target rank {rank} reads source rank {source_rank}, which is not given",
+                    remedy="hand in its shard, or plan with a source without that rank",
+                )
+            for pair in views(framework, admitted[source_rank], shard, block):
+                copy_scaled(framework, pair, scale)
     return {rank: (out or {}).get(rank, shard) for rank, shard in moved.items()}
 
 
@@ -139,6 +138,16 @@ def _require_each_once(transfers: Transfers) -> None:
         require_covered(replace(transfers.target, all_pieces=tuple(written)), side="shard")
     except CoverageError as error:
         raise error.located("transfers") from None
+
+
+@lru_cache(maxsize=64)
+def _received(transfers: Transfers, rank: int) -> tuple[tuple[int, Block, Fraction], ...]:
+    """Source rank, elements and scale of all that one target rank receives."""
+    return tuple(
+        (source_rank, block, transfer.scale)
+        for transfer in transfers.at_target(rank)
+        for source_rank, block in _by_source(transfer)
+    )
 
 
 def _by_source(transfer: Transfer) -> Iterator[tuple[int, Block]]:

@@ -21,9 +21,10 @@ from restride.errors import CoverageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from fractions import Fraction
 
     from restride.algebra.layout import Layout
-    from restride.arrays._blocks import Side
+    from restride.arrays._blocks import Block, Side
     from restride.arrays._frameworks import Array
 
 __all__ = ["rebuild"]
@@ -99,12 +100,12 @@ replicas='first', 'mean' or the rank that counts
         Holding(
             rank,
             admitted[rank],
-            block_of(piece).turned(),
-            piece.scale,
+            block,
+            scale,
             is_overruled=isinstance(decided, CopyAt) and not decided.is_at(layout.mesh, rank),
         )
         for rank in admitted
-        for piece in layout.pieces(rank)
+        for block, scale in _held(layout, rank)
     ]
     # Copies that are preferred are written last. Sorting is stable: lower ranks come first.
     holdings.sort(key=lambda holding: (holding.is_overruled, holding.scale != 1))
@@ -119,6 +120,12 @@ replicas='first', 'mean' or the rank that counts
                 raise drift.as_error(layout.full_shape)
             average(framework, holdings, full, drift)
     return full if out is None else out
+
+
+@lru_cache(maxsize=64)
+def _held(layout: Layout, rank: int) -> tuple[tuple[Block, Fraction], ...]:
+    """What one rank holds, from its shard into the full tensor."""
+    return tuple((block_of(piece).turned(), piece.scale) for piece in layout.pieces(rank))
 
 
 @lru_cache(maxsize=64)
