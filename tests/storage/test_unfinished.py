@@ -12,7 +12,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from threading import Event, Timer
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -485,6 +487,98 @@ def test_what_cannot_fit_in_all_is_refused_before_the_disk_is_full(tmp_path: Pat
         create(directory)
 
     assert left == list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def held_up(monkeypatch: pytest.MonkeyPatch, number: int = 0) -> Iterator[Event]:
+    """Files of two bytes are not created before the event, and then with an error of the system."""
+    real, may_go_on = reserving.fallocate, Event()
+
+    def reserve(descriptor: int, nbytes: int) -> None:
+        if nbytes == 2:
+            assert may_go_on.wait(60)
+            if number:
+                raise OSError(number, os.strerror(number))
+        real(descriptor, nbytes)
+
+    monkeypatch.setattr(reserving, "fallocate", reserve)
+    try:
+        yield may_go_on
+    finally:
+        may_go_on.set()
+
+
+LATE = Output(
+    (OutputFile("a", 3, ((2, b"c"),)), OutputFile("d/b", 2, ((0, b"x"),)), OutputFile("d/e", 1))
+)
+
+
+def test_the_first_files_are_written_to_while_others_are_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        held_up(monkeypatch) as others,
+        atomic_directory(tmp_path / "out") as directory,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        directory.begin_creating(LATE)
+        directory.write_exact("a", 0, b"ab")
+        late = [threads.submit(directory.write_exact, "d/b", 1, b"y")]
+        late.append(threads.submit(directory.write_exact, "d/e", 0, b"z"))
+        directory.sync_folders()
+        assert not any(future.done() for future in late)
+        assert not (directory.path / "d/e").exists()
+        others.set()
+        for future in late:
+            future.result(60)
+        directory.finish_creating()
+        with pytest.raises(ExecutionError, match="written to before it was created"):
+            directory.write_exact("f", 0, b"x")
+
+    assert tree(tmp_path / "out") == {"a": b"abc", "d/b": b"xy", "d/e": b"z"}
+
+
+def test_all_files_of_an_output_are_there_when_none_was_written_to(tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "out") as directory:
+        directory.begin_creating(LATE)
+        directory.finish_creating()
+
+    assert tree(tmp_path / "out") == {"a": b"\0\0c", "d/b": b"x\0", "d/e": b"\0"}
+
+
+def test_whoever_writes_is_told_that_a_file_cannot_be_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_room = partial(pytest.raises, ExecutionError, match=r"d/b: no room for 2 bytes")
+    with no_room(), atomic_directory(tmp_path / "out") as directory:
+        with held_up(monkeypatch, errno.ENOSPC) as others, ThreadPoolExecutor(1) as thread:
+            directory.begin_creating(LATE)
+            waiting = thread.submit(directory.write_exact, "d/e", 0, b"z")
+            others.set()
+            with no_room():
+                waiting.result()
+        # A file that is there, the one that failed, and one that never came.
+        for name in ("a", "d/b", "d/e"):
+            with no_room():
+                directory.write_exact(name, 0, b"x")
+        directory.finish_creating()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_more_files_are_created_when_somebody_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give_up() -> None:
+        with held_up(monkeypatch) as others, atomic_directory(tmp_path / "out") as directory:
+            directory.begin_creating(LATE)
+            Timer(0.1, others.set).start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        give_up()
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_that_are_there_need_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

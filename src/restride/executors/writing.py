@@ -207,11 +207,13 @@ class _Writing:
             number goes on with their parts.
         """
         place = self.place
-        place.files.create(self.task.output, resume=place.is_resumed)
-        if place.is_resumed or lead:
-            # Somebody has noted what is in them, or will. Alone, names are durable soon enough when
-            # something is noted, and the first byte need not wait for hundreds of folders.
-            place.files.sync_folders()
+        if not (place.is_resumed or lead):
+            # Alone, names are durable soon enough when something is noted, and the first byte need
+            # not wait for hundreds of files and folders.
+            place.files.begin_creating(self.task.output)
+        else:
+            place.files.create(self.task.output, resume=place.is_resumed)
+            place.files.sync_folders()  # somebody has noted what is in them, or will
         if not place.is_resumed:
             return 0, None
         found = place.team
@@ -274,6 +276,7 @@ class _Writing:
                 read_nbytes = StreamingExecutor().execute(
                     plan, self.reader, writer, self.table, lanes=lanes, stop=self.stop
                 )
+                self.place.files.finish_creating()
         except ReplicaError:
             # Replicas that are just being written to differ as well, and that is another story.
             self.reader.require_unchanged()

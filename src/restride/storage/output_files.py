@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
+from threading import Condition
 from typing import TYPE_CHECKING, Final, Self
 
 from restride.arrays.program import start_writing
 from restride.checkpoint.output import OutputFile
 from restride.errors import ExecutionError, ExistsError, RestrideError
-from restride.storage.ranges import FilePool
+from restride.storage.ranges import FilePool, write_exact
 from restride.storage.reserving import reserve
 from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from concurrent.futures import Future
 
     from _typeshed import ReadableBuffer
 
@@ -51,8 +53,12 @@ class OutputFiles:
         self._files: dict[str, Path] = {}
         self._pool = FilePool(writable=True)
         self._unsynced: set[str] = set()
+        self._folders: set[Path] = set()
         self._unsynced_folders: set[Path] = set()
-        self._lock = Lock()
+        # Also of each file that is created, and of the end of that.
+        self._lock = Condition()
+        self._creating: Future[None] | None = None
+        self._is_creating = False
 
     def __enter__(self) -> Self:
         return self
@@ -73,14 +79,46 @@ class OutputFiles:
         """
         self._require_room(output)
         for file in output.files:
-            self.preallocate(file.name, file.nbytes, resume=resume)
-            for start, literal in file.literals:
-                self.write_exact(file.name, start, literal)
+            self._create(file, resume=resume)
         # Nothing tells whether these are as a new file has them, as the digests of blocks do.
         for file, start, stop in output.gaps() if resume else ():
             for first in range(start, stop, _ZEROS_NBYTES):
                 zeros = bytes(min(_ZEROS_NBYTES, stop - first))
                 self.write_exact(file.name, first, zeros)
+
+    def begin_creating(self, output: Output) -> None:
+        """Do what `create` does in a thread, while what is there already is written to.
+
+        Who writes to a file that is not there yet waits for it. `finish_creating` is to be called.
+
+        Raises:
+            ExecutionError: There is no room for all of it.
+        """
+        self._require_room(output)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="restride-create")
+        self._is_creating = True
+        self._creating = thread.submit(self._create_meanwhile, output)
+        thread.shutdown(wait=False)
+
+    def finish_creating(self) -> None:
+        """Wait until all files are there.
+
+        Raises:
+            ExistsError, ExecutionError: As for `create`.
+        """
+        if self._creating is not None:
+            self._creating.result()
+
+    def _create_meanwhile(self, output: Output) -> None:
+        try:
+            for file in output.files:
+                if not self._is_creating:
+                    return
+                self._create(file, resume=False)
+        finally:
+            with self._lock:
+                self._is_creating = False
+                self._lock.notify_all()
 
     def _require_room(self, output: Output) -> None:
         """Refuse what cannot fit before the disk is full, on which others may be writing too."""
@@ -135,25 +173,42 @@ class OutputFiles:
             ExistsError: The file was there before.
             ExecutionError: The system cannot write it, or has no room for it.
         """
-        path = self.path / OutputFile(name, nbytes).name
+        self._create(OutputFile(name, nbytes), resume=resume)
+
+    def _create(self, file: OutputFile, *, resume: bool) -> None:
+        """Create a file as `preallocate` does, with its fixed parts."""
+        path = self.path / file.name
         exclusive = 0 if resume else os.O_EXCL
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | exclusive
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.parent not in self._folders:
+                self._add_folders(path.parent, file.name)
             descriptor = os.open(path, flags, 0o666)
         except FileExistsError as error:
             raise ExistsError("the file is written twice", where=str(path)) from error
         except OSError as error:
             raise _failed(f"cannot be created ({error.strerror})", path) from error
-        self._unsynced.add(name)
-        self._unsynced_folders.update(self.path / parent for parent in Path(name).parents)
         try:
-            reserve(descriptor, nbytes)
+            reserve(descriptor, file.nbytes)
+            for start, literal in file.literals:
+                write_exact(descriptor, start, literal, where=str(path))
         except OSError as error:
-            raise _no_room(error, path, nbytes) from error
+            raise _no_room(error, path, file.nbytes) from error
         finally:
             os.close(descriptor)
-        self._files[name] = path
+        with self._lock:
+            # Its name may have been made durable by now, from before it was there.
+            self._unsynced_folders.add(path.parent)
+            self._unsynced.add(file.name)
+            self._files[file.name] = path
+            self._lock.notify_all()
+
+    def _add_folders(self, folder: Path, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        folders = {self.path / parent for parent in Path(name).parents}
+        with self._lock:
+            self._folders |= folders
+            self._unsynced_folders |= folders
 
     def write_exact(self, name: str, start_nbytes: int, buffer: ReadableBuffer) -> None:
         """Write all of `buffer` into a file that was preallocated, from `start_nbytes`.
@@ -179,6 +234,14 @@ class OutputFiles:
             self._unsynced.add(name)
 
     def _path_of(self, name: str) -> Path:
+        """Path of a file that was created, or is going to be: then it is waited for."""
+        creating = self._creating
+        if creating is not None:
+            if name not in self._files:
+                with self._lock:
+                    self._lock.wait_for(lambda: name in self._files or not self._is_creating)
+            if not self._is_creating:
+                creating.result()
         if name not in self._files:
             raise ExecutionError("written to before it was created", where=str(self.path / name))
         return self._files[name]
@@ -215,10 +278,10 @@ class OutputFiles:
         Raises:
             ExecutionError: The system cannot do it.
         """
-        for folder in sorted(self._unsynced_folders, reverse=True):
-            if self.is_durable:
-                sync_path(folder)
-            self._unsynced_folders.discard(folder)
+        with self._lock:
+            folders, self._unsynced_folders = self._unsynced_folders, set()
+        for folder in sorted(folders, reverse=True) if self.is_durable else ():
+            sync_path(folder)
 
     def sync(self) -> None:
         """Make everything durable that is not yet.
@@ -246,7 +309,10 @@ class OutputFiles:
             )
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files, and create no more of them."""
+        self._is_creating = False
+        if self._creating is not None:
+            wait([self._creating])
         self._pool.close()
 
 

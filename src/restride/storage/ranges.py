@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-__all__ = ["FilePool", "Lease", "RangeFile", "read_exact"]
+__all__ = ["FilePool", "Lease", "RangeFile", "read_exact", "write_exact"]
 
 # Well below the 256 descriptors that macOS gives a process by default.
 _DEFAULT_MAX_OPEN: Final = 64
@@ -146,18 +146,7 @@ class RangeFile:
         Raises:
             ExecutionError: The system cannot write it: a full disk, a failing one.
         """
-        left = memoryview(buffer).cast("B")
-        at = start_nbytes
-        while left.nbytes:
-            try:
-                some = left[: _WRITE_NBYTES - at % _WRITE_NBYTES]
-                count = os.pwrite(self._descriptor, some, at)
-            except (OSError, OverflowError) as error:
-                raise ExecutionError(
-                    f"cannot write {left.nbytes} bytes at byte {at} ({_reason(error)})",
-                    where=self.path,
-                ) from error
-            left, at = left[count:], at + count
+        write_exact(self._descriptor, start_nbytes, buffer, where=self.path)
 
 
 class Lease:
@@ -311,6 +300,31 @@ class FilePool:
             raise
         lease = self._leases[path] = Lease(file, self)
         return lease
+
+
+def write_exact(descriptor: int, start_nbytes: int, buffer: ReadableBuffer, *, where: str) -> None:
+    """Write all of `buffer` into an open file from `start_nbytes`.
+
+    Args:
+        descriptor: The file.
+        start_nbytes: Where to write.
+        buffer: What.
+        where: What errors call the file.
+
+    Raises:
+        ExecutionError: The system cannot write it: a full disk, a failing one.
+    """
+    left = memoryview(buffer).cast("B")
+    at = start_nbytes
+    while left.nbytes:
+        try:
+            some = left[: _WRITE_NBYTES - at % _WRITE_NBYTES]
+            count = os.pwrite(descriptor, some, at)
+        except (OSError, OverflowError) as error:
+            raise ExecutionError(
+                f"cannot write {left.nbytes} bytes at byte {at} ({_reason(error)})", where=where
+            ) from error
+        left, at = left[count:], at + count
 
 
 def read_exact(path: str | PathLike[str], start_nbytes: int, buffer: WriteableBuffer) -> None:
