@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.checkpoint.values import (
@@ -27,7 +26,7 @@ from restride.checkpoint.values import (
 from restride.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Sequence
 
     from restride.checkpoint.values import Value
 
@@ -39,6 +38,7 @@ _ENCODE: Final = GlobalName("_codecs", "encode")
 _ORDERED_DICT: Final = GlobalName("collections", "OrderedDict")
 _SIZE: Final = GlobalName("torch", "Size")
 _LONGEST_SHORT: Final = 255
+_UINT32: Final = struct.Struct("<L").pack
 _MOST_SHORT_TUPLE: Final = 3
 
 
@@ -53,7 +53,6 @@ class PersistentId:
     value: Value
 
 
-_Part: TypeAlias = "Value | PersistentId"
 Lowering: TypeAlias = "Callable[[Storage | StoredTensor], Value | PersistentId]"
 
 
@@ -83,41 +82,85 @@ def write_pickle(value: Value, *, lower: Lowering = _no_tensors) -> bytes:
     return _Writer(lower).write(value)
 
 
+class _Then:
+    """What is written when everything that stands above it on the stack has been.
+
+    Attributes:
+        code: The opcodes.
+        made: What they made, which is remembered; None where that was done before, or is of no use.
+        same: A value that is written as that, too.
+    """
+
+    __slots__ = ("code", "made", "same")
+
+    def __init__(self, code: bytes, made: object = None, same: object = None) -> None:
+        self.code = code
+        self.made = made
+        self.same = same
+
+
+_MARK: Final = _Then(b"(")
+_APPEND: Final = _Then(b"a")
+_APPENDS: Final = _Then(b"e")
+_SET_ITEM: Final = _Then(b"s")
+_SET_ITEMS: Final = _Then(b"u")
+_BUILD: Final = _Then(b"b")
+_PERSISTENT: Final = _Then(b"Q")
+
+
 class _Writer:
     """One stream being written.
 
-    A composite value is a generator that writes its opcodes and yields its parts in between, so
-    that the depth of a value is the length of a list.
+    What is left to write is on a stack, the next on top, so that the depth of a value is the length
+    of a list.
     """
 
     def __init__(self, lower: Lowering) -> None:
         self._lower = lower
         self._out = bytearray()
         self._protocol = 2
+        self._stack: list[object] = []
+        self._texts: dict[str, int] = {}
+        self._names: dict[GlobalName, int] = {}
         self._shared: dict[int, int] = {}
-        self._named: dict[tuple[type, object], int] = {}
         self._count = 0
         # Identities count only while what they belong to is alive.
         self._alive: list[object] = []
 
     def write(self, root: Value) -> bytes:
-        open_parts: list[Iterator[_Part]] = [iter((root,))]
-        while open_parts:
-            for part in open_parts[-1]:
-                inner = self._begin(part)
-                if inner is not None:
-                    open_parts.append(inner)
-                    break
+        out, stack, texts, shared = self._out, self._stack, self._texts, self._shared
+        stack.append(root)
+        while stack:
+            part = stack.pop()
+            # The exact types of almost all parts; the others, and what is derived of these, below.
+            if type(part) is _Then:
+                out += part.code
+                if part.made is not None:
+                    self._end(part)
+            elif type(part) is str:
+                known = texts.get(part)
+                out += self._text(part) if known is None else _recall(known)
+            elif type(part) is int:
+                out += _integer(part)
+            elif (known := shared.get(id(part))) is not None:
+                out += _recall(known)
             else:
-                open_parts.pop()
-        return b"\x80" + bytes([self._protocol]) + bytes(self._out) + b"."
+                self._begin(part)
+        return b"\x80" + bytes([self._protocol]) + bytes(out) + b"."
 
-    def _begin(self, part: _Part) -> Iterator[_Part] | None:
-        """Write a leaf, or return the parts of a composite."""
-        if id(part) in self._shared:
-            self._recall(self._shared[id(part)])
-            return None
+    def _begin(self, part: object) -> None:  # noqa: C901 - one line a type
+        """Write a leaf, or put the parts of a composite on the stack."""
         match part:
+            case list():
+                self._list(part)
+            case tuple() if not isinstance(part, SizeValue):
+                self._tuple(part)
+            case dict():
+                self._dict(part)
+            case GlobalName():
+                self._name(part)
+            case Constructed():
+                self._object(part)
             case None:
                 self._out += b"N"
             case bool():
@@ -126,111 +169,86 @@ class _Writer:
                 self._out += _integer(part)
             case float():
                 self._out += b"G" + struct.pack(">d", part)
-            case str():
-                self._text(part)
-            case GlobalName():
-                return self._name(part)
-            case _:
-                return self._composite(part)
-        return None
-
-    def _composite(self, part: _Part) -> Iterator[_Part]:
-        match part:
-            case tuple() if not isinstance(part, SizeValue):
-                parts = self._tuple(part)
-            case list():
-                parts = self._list(part)
-            case dict():
-                parts = self._dict(part)
-            case Constructed():
-                parts = self._object(part)
             case Storage() | StoredTensor():
-                parts = self._lowered(part)
+                lowered = self._lower(part)
+                self._stack += (_Then(b"", lowered, part), lowered)
             case PersistentId():
-                parts = self._persistent(part)
+                self._stack += (_PERSISTENT, part.value)
             case _:
-                parts = self._called(part)
-        return parts
+                self._called(part)
+
+    def _end(self, then: _Then) -> None:
+        """Remember what has been made."""
+        if then.same is None:
+            self._share(then.made)
+        elif id(then.made) in self._shared:
+            self._shared[id(then.same)] = self._shared[id(then.made)]
+            self._alive.append(then.same)
 
     # Scalars.
 
-    def _text(self, text: str) -> None:
-        known = self._named.get((str, text))
-        if known is not None:
-            self._recall(known)
-            return
+    def _text(self, text: str) -> bytes:
         try:
             content = text.encode()
         except UnicodeEncodeError:
             raise UnsupportedError(
                 f"a text with half a surrogate pair cannot be written: {text[:80]!r}"
             ) from None
-        self._out += b"X" + struct.pack("<L", len(content)) + content
-        self._named[str, text] = self._remember()
+        self._texts[text] = self._count
+        return b"X" + struct.pack("<L", len(content)) + content + self._put()
 
-    def _name(self, name: GlobalName) -> Iterator[_Part]:
-        known = self._named.get((GlobalName, name))
+    def _name(self, name: GlobalName) -> None:
+        known = self._names.get(name)
         if known is not None:
-            self._recall(known)
-            return
-        if _is_simple(name.module) and _is_simple(name.name) and "." not in name.name:
+            self._out += _recall(known)
+        elif _is_simple(name.module) and _is_simple(name.name) and "." not in name.name:
             self._out += f"c{name.module}\n{name.name}\n".encode()
+            self._share(name)
         else:  # a class inside of a class needs protocol 4
             self._protocol = 4
-            yield name.module
-            yield name.name
-            self._out += b"\x93"
-        self._named[GlobalName, name] = self._remember()
+            self._stack += (_Then(b"\x93", name), name.name, name.module)
 
     # Containers. Those that can be filled later are remembered before they are.
 
-    def _tuple(self, values: tuple[Value, ...]) -> Iterator[_Part]:
+    def _tuple(self, values: tuple[Value, ...]) -> None:
         if not values:
             self._out += b")"
         elif len(values) <= _MOST_SHORT_TUPLE:
-            yield from values
-            self._out += b"\x85\x86\x87"[len(values) - 1 : len(values)]
-            self._share(values)
+            code = b"\x85\x86\x87"[len(values) - 1 : len(values)]
+            self._stack += (_Then(code, values), *reversed(values))
         else:
             self._out += b"("
-            yield from values
-            self._out += b"t"
-            self._share(values)
+            self._stack += (_Then(b"t", values), *reversed(values))
 
-    def _list(self, values: list[Value]) -> Iterator[_Part]:
+    def _list(self, values: list[Value]) -> None:
         self._out += b"]"
         self._share(values)
-        yield from self._appended(values)
+        self._append(values)
 
-    def _dict(self, values: dict[Value, Value]) -> Iterator[_Part]:
-        if isinstance(values, OrderedDictValue):
-            yield _ORDERED_DICT
-            self._out += b")R"
-        else:
+    def _dict(self, values: dict[Value, Value]) -> None:
+        if not isinstance(values, OrderedDictValue):
             self._out += b"}"
-        self._share(values)
-        yield from self._set(values.items())
-        if isinstance(values, OrderedDictValue) and values.state is not None:
-            yield values.state
-            self._out += b"b"
+            self._share(values)
+            self._set(values.items())
+            return
+        if values.state is not None:
+            self._stack += (_BUILD, values.state)
+        self._set(values.items())
+        self._stack += (_Then(b")R", values), _ORDERED_DICT)
 
-    def _object(self, value: Constructed) -> Iterator[_Part]:
-        yield value.constructor
-        yield value.args
+    def _object(self, value: Constructed) -> None:
+        if value.state is not None:
+            self._stack += (_BUILD, value.state)
+        self._set(value.pairs)
+        self._append(value.items)
         if value.kwargs:
             self._protocol = 4
-            yield value.kwargs
-            self._out += b"\x92"
+            self._stack += (_Then(b"\x92", value), value.kwargs)
         else:
-            self._out += b"\x81" if value.is_new else b"R"
-        self._share(value)
-        yield from self._appended(value.items)
-        yield from self._set(value.pairs)
-        if value.state is not None:
-            yield value.state
-            self._out += b"b"
+            self._stack.append(_Then(b"\x81" if value.is_new else b"R", value))
+        self._stack += (value.args, value.constructor)
 
-    def _called(self, value: object) -> Iterator[_Part]:
+    def _called(self, value: object) -> None:
         """What protocol 2 has no opcode for is the result of a call."""
         args: tuple[Value, ...]
         match value:
@@ -248,66 +266,53 @@ class _Writer:
                 name, args = _SIZE, (tuple(value),)
             case _:
                 raise UnsupportedError(f"a value of type {type(value).__name__} cannot be written")
-        yield name
-        yield args
-        self._out += b"R"
-        self._share(value)
+        self._stack += (_Then(b"R", value), args, name)
 
-    def _lowered(self, value: Storage | StoredTensor) -> Iterator[_Part]:
-        lowered = self._lower(value)
-        yield lowered
-        known = self._shared.get(id(lowered))
-        if known is not None:
-            self._shared[id(value)] = known
-            self._alive.append(value)
-
-    def _persistent(self, value: PersistentId) -> Iterator[_Part]:
-        yield value.value
-        self._out += b"Q"
-
-    def _appended(self, values: Iterable[Value]) -> Iterator[_Part]:
-        rest = iter(values)
-        while batch := list(islice(rest, _BATCH)):
+    def _append(self, values: Sequence[Value]) -> None:
+        for start in reversed(range(0, len(values), _BATCH)):
+            batch = values[start : start + _BATCH]
             if len(batch) > 1:
-                self._out += b"("
-            yield from batch
-            self._out += b"e" if len(batch) > 1 else b"a"
+                self._stack += (_APPENDS, *reversed(batch), _MARK)
+            else:
+                self._stack += (_APPEND, *batch)
 
-    def _set(self, pairs: Iterable[tuple[Value, Value]]) -> Iterator[_Part]:
-        rest = iter(pairs)
-        while batch := list(islice(rest, _BATCH)):
-            if len(batch) > 1:
-                self._out += b"("
-            for key, value in batch:
-                yield key
-                yield value
-            self._out += b"u" if len(batch) > 1 else b"s"
+    def _set(self, pairs: Collection[tuple[Value, Value]]) -> None:
+        flat = [part for pair in pairs for part in pair]
+        for start in reversed(range(0, len(flat), 2 * _BATCH)):
+            batch = flat[start : start + 2 * _BATCH]
+            if len(batch) > 2:  # noqa: PLR2004 - one pair
+                self._stack += (_SET_ITEMS, *reversed(batch), _MARK)
+            else:
+                self._stack += (_SET_ITEM, *reversed(batch))
 
     # The memo.
 
     def _share(self, value: object) -> None:
-        self._shared[id(value)] = self._remember()
-        self._alive.append(value)
+        """Remember what has been made, by what it is or, where it can be filled, by identity."""
+        if isinstance(value, GlobalName):
+            self._names[value] = self._count
+        else:
+            self._shared[id(value)] = self._count
+            self._alive.append(value)
+        self._out += self._put()
 
-    def _remember(self) -> int:
+    def _put(self) -> bytes:
         index = self._count
-        self._count += 1
-        self._out += _numbered(b"q", b"r", index)
-        return index
+        self._count = index + 1
+        if index <= _LONGEST_SHORT:
+            return b"q" + bytes((index,))
+        return b"r" + _UINT32(index)
 
-    def _recall(self, index: int) -> None:
-        self._out += _numbered(b"h", b"j", index)
+
+def _recall(index: int) -> bytes:
+    if index <= _LONGEST_SHORT:
+        return b"h" + bytes((index,))
+    return b"j" + _UINT32(index)
 
 
 def _builtin(name: str) -> GlobalName:
     # Protocol 2 is older than the module's new name.
     return GlobalName("__builtin__", name)
-
-
-def _numbered(short: bytes, long: bytes, index: int) -> bytes:
-    if index <= _LONGEST_SHORT:
-        return short + bytes([index])
-    return long + struct.pack("<L", index)
 
 
 def _integer(value: int) -> bytes:
