@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from msgspec import structs
+
 from restride.algebra.coverage import replication
 from restride.arrays.differences import Tolerance
 from restride.checkpoint.catalog import Finding
@@ -132,7 +134,7 @@ def _plan(
         raise BudgetError(needed_nbytes=needed, budget_nbytes=budget_nbytes) from None
     # Rounded while they are read, in steps that fit the buffers of both sides.
     regions = tuple(
-        replace(
+        structs.replace(
             master,
             target_dtype=weight.source_dtype,
             step_numel=min(master.step_numel, weight.step_numel),
@@ -142,8 +144,8 @@ def _plan(
     common = min(masters.workers, weights.workers)
     return MasterPlans(
         tuple(tensor.name for tensor in tensors),
-        replace(masters, regions=regions, workers=common),
-        replace(weights, workers=common),
+        structs.replace(masters, regions=regions, workers=common),
+        structs.replace(weights, workers=common),
     )
 
 
@@ -225,7 +227,7 @@ def _spots(plan: Plan) -> Iterator[tuple[RegionPlan, int]]:
     for region in plan.regions:
         for fill in region.fills:
             place = region, fill.target_range.start
-            by_file.setdefault(fill.sources[0].file, []).append(place)
+            by_file.setdefault(region.place(fill.sources[0].rank).file, []).append(place)
     for places in by_file.values():
         yield from _few(places)
 
