@@ -7,9 +7,10 @@ Targets of `fuzz.py` build structures (a checkpoint with some lies, two layouts)
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import (

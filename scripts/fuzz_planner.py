@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from random import Random
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fuzz_choices import ByteRandom
 from restride.algebra._digits import Walk, join
@@ -23,7 +23,9 @@ from restride.algebra.layout import Layout, Padding
 from restride.algebra.piece import Axis, Piece
 from restride.algebra.serial import layout_from_json, layout_to_json
 from restride.algebra.signature import same_layout, signature
-from restride.arrays import extract, move, rebuild
+from restride.arrays.extract import extract
+from restride.arrays.move import move
+from restride.arrays.rebuild import rebuild
 from restride.checkpoint.catalog import FileEntry, Region, StateEntry
 from restride.checkpoint.dtypes import DTYPES
 from restride.errors import BudgetError, CoverageError, FormatError, LayoutError

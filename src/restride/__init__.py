@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from restride.algebra.piece import Axis, Piece
     from restride.algebra.signature import signature
     from restride.api import check, convert, open  # noqa: A004 - restride.open reads well
-    from restride.arrays import extract, move, probe, rebuild
+    from restride.arrays.extract import extract
+    from restride.arrays.move import move
+    from restride.arrays.probe import probe
+    from restride.arrays.rebuild import rebuild
     from restride.comparison import diff, fingerprint
     from restride.planning.transfers import plan_transfer
 
@@ -53,14 +56,14 @@ _HOMES = {
     "check": "restride.api",
     "convert": "restride.api",
     "diff": "restride.comparison",
-    "extract": "restride.arrays",
+    "extract": "restride.arrays.extract",
     "fingerprint": "restride.comparison",
-    "move": "restride.arrays",
+    "move": "restride.arrays.move",
     "open": "restride.api",
     "plan_transfer": "restride.planning.transfers",
-    "probe": "restride.arrays",
+    "probe": "restride.arrays.probe",
     "prove": "restride.algebra.coverage",
-    "rebuild": "restride.arrays",
+    "rebuild": "restride.arrays.rebuild",
     "signature": "restride.algebra.signature",
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from restride.checkpoint.catalog import Finding
@@ -18,6 +17,7 @@ from restride.executors.running import run_plan
 from restride.executors.sources import default_budget_nbytes, default_workers
 from restride.executors.verifying import digest_rows
 from restride.formats._registry import Told, open_catalogs
+from restride.frozen import Frozen
 from restride.planning.conversion import plan_comparison
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckReport", "check"]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckReport:
+class CheckReport(Frozen):
     """What a check found.
 
     Attributes:

@@ -8,12 +8,11 @@ a conversion would choose is looked at; whether the others agree with it is a qu
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
-from msgspec.structs import replace
 
 from restride.arrays.differences import Tolerance, can_compare
 from restride.arrays.fingerprint import SCRATCH_NBYTES, finish
@@ -31,6 +30,7 @@ from restride.executors.events import NullObserver, PlanFinished, PlanStarted
 from restride.executors.sources import CatalogReader, default_workers
 from restride.executors.streaming import StreamingExecutor
 from restride.formats._registry import Told, open_catalogs
+from restride.frozen import Frozen
 from restride.planning.conversion import plan_reading
 from restride.storage.fingerprint_files import read_fingerprints
 from restride.storage.ranges import FilePool
@@ -65,8 +65,7 @@ _DEFAULT_BUDGET_NBYTES: Final = 512 << 20
 _COMPARING_NBYTES: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayDifference:
+class ArrayDifference(Frozen):
     """One array that is not the same in both checkpoints.
 
     Attributes:
@@ -95,8 +94,7 @@ class ArrayDifference:
     largest: int | float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DiffReport:
+class DiffReport(Frozen):
     """How two checkpoints differ.
 
     Attributes:

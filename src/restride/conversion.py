@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from msgspec.structs import replace
 
 from restride.checkpoint.decisions import DEFAULT
 from restride.checkpoint.selection import COPIED
@@ -23,6 +24,7 @@ from restride.executors.progress import Continued
 from restride.executors.stopping import StopsWith
 from restride.executors.writing import Written, is_worth_resuming, write_output, write_part
 from restride.exports import Wanted
+from restride.frozen import Frozen
 from restride.preparation import prepare
 from restride.storage.joining import LOCK_SECONDS, joined_output
 from restride.storage.ranges import FilePool
@@ -55,8 +57,7 @@ class PartExecutor(Protocol):
         """Start a call somewhere; the function and its arguments can be pickled."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertReport:
+class ConvertReport(Frozen):
     """What a conversion did.
 
     Attributes:
@@ -251,8 +252,7 @@ def convert(
     return _convert_first(order, executor, stop, observer)
 
 
-@dataclass(frozen=True, slots=True)
-class _PartOrder:
+class _PartOrder(Frozen):
     """What a process that writes has to know; those of an executor get it as a pickle."""
 
     path: str

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
 
 from restride.checkpoint.hyperparameters import with_hyperparameters
 from restride.checkpoint.optimizer_scale import follow_scales
@@ -17,6 +18,7 @@ from restride.checkpoint.selection import (
 )
 from restride.errors import UnsupportedError
 from restride.formats._registry import open_training
+from restride.frozen import Frozen
 from restride.storage.model_files import read_hyperparameters
 
 if TYPE_CHECKING:
@@ -34,8 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Wanted", "lay_out_export"]
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Frozen):
     """What a user wants written. None is the format's own choice.
 
     Attributes:
@@ -140,16 +141,16 @@ def _require_taken(wanted: Wanted) -> None:
         require_states(wanted.states)
     # All states are what every format can have; the weights alone are not.
     is_all = wanted.states == "all"
-    for option in fields(wanted)[2 if is_all else 1 :]:
-        if getattr(wanted, option.name) is not None and option.name not in taken:
-            takers = [to for to, names in _TAKEN.items() if option.name in names]
-            is_of_weights = option.name in _TAKEN["safetensors"]
+    for option in wanted.__struct_fields__[2 if is_all else 1 :]:
+        if getattr(wanted, option) is not None and option not in taken:
+            takers = [to for to, names in _TAKEN.items() if option in names]
+            is_of_weights = option in _TAKEN["safetensors"]
             why = ": it has every state, as it is stored" if is_of_weights else ""
             # Two options for a stage: a universal folder has no ranks, only a shape.
-            like = {"stage": "zero", "zero": "stage"}.get(option.name)
+            like = {"stage": "zero", "zero": "stage"}.get(option)
             instead = f"say --{like}" if like in taken else "leave it out"
             raise UnsupportedError(
-                f"{wanted.to} takes no {_spelled(option.name)}{why}",
+                f"{wanted.to} takes no {_spelled(option)}{why}",
                 remedy=f"{instead}, or convert to {' or '.join(takers)}",
             )
 

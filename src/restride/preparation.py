@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import asdict, replace
 
 from restride.algebra.coverage import replication
 from restride.checkpoint.decisions import DEFAULT, read_rules
@@ -17,6 +18,7 @@ from restride.executors.sources import CatalogReader, default_budget_nbytes, def
 from restride.executors.writing import plan_writing
 from restride.exports import lay_out_export
 from restride.formats._registry import Told, open_catalog, require_told_matters
+from restride.frozen import Frozen
 from restride.planning.conversion import Job
 from restride.storage.torch_zip import TorchFiles
 
@@ -37,8 +39,7 @@ __all__ = ["Prepared", "prepare"]
 _UNIVERSAL: Final = "deepspeed universal"
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Frozen):
     """A conversion that can start.
 
     Attributes:

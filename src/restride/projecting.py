@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from restride.checkpoint.decisions import DEFAULT
 from restride.checkpoint.selection import COPIED
 from restride.executors.probing import probe_rate
+from restride.frozen import Frozen
 from restride.planning.projection import project
 from restride.preparation import prepare
 from restride.storage.machine import free_nbytes
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ConvertProjection", "dry_run"]
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertProjection:
+class ConvertProjection(Frozen):
     """What a conversion would do.
 
     Attributes:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.algebra.coverage import require_covered
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.retarget import Retargeted, retarget, stated_grain
 from restride.errors import CoverageError, RuleError
 from restride.formats.deepspeed._native_cut import on_tensor_ranks, require_said
+from restride.frozen import Frozen
 from restride.storage.model_files import find_model_config, read_model_config, read_rules_file
 
 if TYPE_CHECKING:
@@ -22,8 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Cut", "find_config", "find_cut"]
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Frozen):
     """What a user says of the tensor-parallel ranks of the next run.
 
     Attributes:

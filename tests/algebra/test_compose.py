@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
@@ -11,6 +10,7 @@ import islpy
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride.algebra._digits import Walk, join
 from restride.algebra.compose import chain, compose

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
-from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from random import Random
@@ -14,6 +13,7 @@ import islpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride.algebra import coverage
 from restride.algebra._lattice import normalize, numel_of

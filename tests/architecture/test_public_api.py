@@ -24,7 +24,8 @@ RECORDED = Path(__file__).with_name("public_api.txt")
 def describe(name: str, value: object) -> list[str]:
     if isinstance(value, ModuleType):
         return [f"{name} (module)"]
-    if inspect.isclass(value) and value.__init__ is object.__init__:
+    has_fields = hasattr(value, "__struct_fields__")
+    if inspect.isclass(value) and value.__init__ is object.__init__ and not has_fields:
         return [f"class {name}"]
     if inspect.isclass(value):
         methods = [

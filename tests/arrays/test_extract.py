@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from restride.algebra.layout import Layout, Padding
 from restride.algebra.piece import Axis, Piece
-from restride.arrays import extract
 from restride.arrays._numpy import coordinates_of
+from restride.arrays.extract import extract
 from restride.errors import CoverageError, LayoutError, ShapeMismatchError, UnsupportedError
 from restride.testing.arrays import extract_by_walking, random_elements, somewhere_in_memory
 from restride.testing.partitions import PARTITIONS

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride.algebra.compose import compose
 from restride.algebra.layout import Layout, Padding
 from restride.algebra.piece import Axis, Piece
 from restride.algebra.transfer import Transfer, TransferAxis, Transfers
-from restride.arrays import extract, move
+from restride.arrays.extract import extract
+from restride.arrays.move import move
 from restride.errors import (
     CoverageError,
     LayoutError,

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from restride import plan_transfer
-from restride.arrays import extract, move, rebuild
+from restride.arrays.extract import extract
+from restride.arrays.move import move
+from restride.arrays.rebuild import rebuild
 from restride.errors import LayoutError, ShapeMismatchError, UnsupportedError
 from restride.layouts import codegen_qkv, padded, split
 from restride.testing.arrays import random_elements

@@ -11,7 +11,8 @@ from hypothesis import given
 
 from restride.algebra.coverage import Covered, prove
 from restride.algebra.signature import same_layout
-from restride.arrays import extract, probe
+from restride.arrays.extract import extract
+from restride.arrays.probe import probe
 from restride.errors import LayoutError, UnsupportedError
 from restride.testing.partitions import PARTITIONS
 from restride.testing.strategies import layouts

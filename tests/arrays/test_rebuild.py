@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from restride.algebra.layout import Layout
 from restride.algebra.piece import Axis, Piece
-from restride.arrays import extract, rebuild
+from restride.arrays.extract import extract
+from restride.arrays.rebuild import rebuild
 from restride.errors import (
     CoverageError,
     LayoutError,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,12 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import restride
 from restride.algebra.compose import compose
 from restride.algebra.layout import Layout, Padding
 from restride.algebra.piece import Axis, Piece
-from restride.arrays import extract, move, rebuild
+from restride.arrays.extract import extract
+from restride.arrays.move import move
+from restride.arrays.rebuild import rebuild
 from restride.errors import LayoutError, ReplicaError, UnsupportedError
 from restride.testing.arrays import random_elements
 from restride.testing.strategies import layouts

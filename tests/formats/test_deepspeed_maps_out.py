@@ -14,7 +14,8 @@ from restride.algebra.boxes import BoxCutter, BoxWalk
 from restride.algebra.layout import Layout
 from restride.algebra.piece import Axis, Piece
 from restride.algebra.signature import same_layout
-from restride.arrays import extract, rebuild
+from restride.arrays.extract import extract
+from restride.arrays.rebuild import rebuild
 from restride.deepspeed import from_affine_map, from_affine_maps, to_affine_map, to_affine_maps
 from restride.errors import (
     CorruptError,

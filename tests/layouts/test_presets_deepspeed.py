@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from restride.algebra.signature import same_layout
-from restride.arrays import extract
+from restride.arrays.extract import extract
 from restride.checkpoint.retarget import retarget, stated_grain
 from restride.deepspeed import from_affine_map, from_affine_maps
 from restride.errors import RuleError

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride import layouts
 from restride.algebra.canonical import canonicalize
 from restride.algebra.layout import Layout
 from restride.algebra.piece import Axis, Piece
 from restride.algebra.signature import same_layout
-from restride.arrays import extract, probe
+from restride.arrays.extract import extract
+from restride.arrays.probe import probe
 from restride.deepspeed import from_affine_maps
 from restride.errors import RuleError
 from restride.layouts.catalogue import CATALOGUE

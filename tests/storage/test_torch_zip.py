@@ -6,12 +6,12 @@ import io
 import pickle
 import struct
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import Constructed, GlobalName, Storage, StoredTensor

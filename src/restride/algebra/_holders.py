@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from restride.algebra._lattice import compact, numel_of
 from restride.algebra._tiling import are_disjoint, full_lattice, located_sweep, tiles_by_fingerprint
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +24,7 @@ __all__ = ["Held", "holders", "replication"]
 _MOST_VISITS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(Frozen):
     """Elements of the full tensor that the same ranks hold.
 
     Attributes:

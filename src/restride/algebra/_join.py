@@ -15,7 +15,6 @@ extended Euclidean algorithm (Knuth, TAOCP volume 2, section 4.5.2), whatever th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import gcd, lcm
 from operator import add
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from restride.algebra._merge import merge, ordered
 from restride.algebra._walk import Addresses, Digit, Digits, Walk, coalesce, moved
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -248,8 +248,7 @@ def _top(loops: _Loops, stride: int, addresses: int) -> tuple[int, Addresses, _L
     return 1, (0,) * addresses, loops
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
+class _Cut(Frozen):
     """How to cut the first loop of one side: a head, whole periods as two loops, and a tail."""
 
     is_of_a: bool

@@ -18,9 +18,10 @@ The method, for a sequence that is not one nest already:
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, Final, TypeAlias
+
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -35,8 +36,7 @@ _MOST_FREE_CUTS: Final = 256
 _MOST_CUTS: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Nest:
+class Nest(Frozen):
     """A walk over two addresses.
 
     Attributes:

@@ -13,7 +13,6 @@ hostile map file may, so the work is counted and refused beyond a limit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
@@ -29,6 +28,7 @@ from restride.algebra._lattice import (
     reach_of,
 )
 from restride.errors import LayoutError, UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
@@ -53,8 +53,7 @@ _Entry: TypeAlias = tuple[int, Digits, _Tags]
 _Run: TypeAlias = tuple[int, int, int, Digits]  # first block, end block, rest base, rest digits
 
 
-@dataclass(frozen=True, slots=True)
-class Region(Generic[T]):
+class Region(Frozen, Generic[T]):
     """Addresses on which exactly the same tags stand.
 
     Attributes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from restride.frozen import Frozen
 from restride.wording import counted
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ Method: TypeAlias = Literal["structure", "fingerprint", "sweep"]
 _MOST_STEPS = 2_000
 
 
-@dataclass(frozen=True, slots=True)
-class Covered:
+class Covered(Frozen):
     """Everything that was asked for is whole.
 
     Attributes:
@@ -40,8 +39,7 @@ class Covered:
     method: Method = "structure"
 
 
-@dataclass(frozen=True, slots=True)
-class Hole:
+class Hole(Frozen):
     """Some full element is held by nobody.
 
     Attributes:
@@ -55,8 +53,7 @@ class Hole:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
+class Gap(Frozen):
     """Some shard address is neither written by a piece nor declared padding.
 
     Attributes:
@@ -70,8 +67,7 @@ class Gap:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Writer:
+class Writer(Frozen):
     """A piece or a padding, by its place in the layout."""
 
     kind: Literal["piece", "padding"]
@@ -81,8 +77,7 @@ class Writer:
         return f"{self.kind} {self.index}"
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(Frozen):
     """Some shard address is written more than once.
 
     Attributes:

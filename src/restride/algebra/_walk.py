@@ -6,11 +6,11 @@ caller: (full, rank, shard) for pieces, (shard, file element) for copies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import gcd, prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,8 +27,7 @@ Digit: TypeAlias = tuple[int, ...]
 Digits: TypeAlias = tuple[Digit, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
+class Walk(Frozen):
     """Loops that move k addresses together.
 
     Attributes:

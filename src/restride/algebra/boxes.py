@@ -8,12 +8,14 @@ no dimension of both sides becomes one box per step, and a run that ends inside 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
+from msgspec.structs import replace
+
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,8 +29,7 @@ _Step: TypeAlias = tuple[int, int, int]
 """(extent, full stride, shard stride) of one loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class BoxWalk:
+class BoxWalk(Frozen):
     """Elements of one rank that the same ranks hold with the same scale.
 
     Attributes:
@@ -46,8 +47,7 @@ class BoxWalk:
     scale: Fraction
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(Frozen):
     """A block of coordinates that one rank holds.
 
     Attributes:

@@ -9,8 +9,9 @@ Structure is presentation: two layouts with the same meaning may still look diff
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.algebra._digits import Walk, merge
 from restride.algebra.layout import Padding

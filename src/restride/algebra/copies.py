@@ -8,11 +8,11 @@ coordinates. All commands and functions take it in the same words.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from restride.algebra.coverage import holders
 from restride.errors import PlanError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from restride.algebra.layout import Layout
@@ -30,8 +30,7 @@ _RANK: Final = re.compile(r"\d{1,7}", re.ASCII)
 _MOST_NAMED: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class CopyAt:
+class CopyAt(Frozen):
     """The copy that the ranks at some coordinates hold.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -11,6 +10,7 @@ from restride.algebra._checks import require_int
 from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece
 from restride.errors import LayoutError
+from restride.frozen import Frozen
 from restride.wording import counted
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ Shape: TypeAlias = tuple[int, ...]
 Fill: TypeAlias = Literal["zero", "undefined"]
 
 
-@dataclass(frozen=True, slots=True)
-class Padding:
+class Padding(Frozen):
     """Shard elements that no full element owns: skipped on read, filled on write.
 
     A padding that repeats elements needs no word of its own: it is a piece with a full stride of 0.
@@ -56,8 +55,7 @@ class Padding:
         return Piece(self.axes, 0, self.rank_base, self.shard_base)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Frozen):
     """Where every element of one tensor is: a relation between full index and (rank, shard index).
 
     Replicas are elements that more than one (rank, shard index) holds; they are derived and never

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Final, TypeAlias
 
 from restride.algebra._checks import require_int
 from restride.errors import LayoutError
+from restride.frozen import Frozen
 from restride.wording import counted
 
 __all__ = ["Mesh", "MeshLike", "as_mesh"]
@@ -17,8 +17,7 @@ __all__ = ["Mesh", "MeshLike", "as_mesh"]
 _MOST_RANKS: Final = 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Mesh:
+class Mesh(Frozen):
     """Named axes with sizes; a rank is the row-major index of its coordinates.
 
     Called `DeviceMesh` in PyTorch and `Mesh` in JAX.

@@ -13,14 +13,16 @@ Full and shard addresses count elements.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from restride.algebra._checks import require_int
 from restride.algebra._digits import Walk, fix
 from restride.errors import LayoutError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,8 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Axis", "Piece"]
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(Frozen):
     """One loop of a piece. Called a *mode* in CuTe.
 
     An axis is pure: it moves either the rank or the shard index, never both and never neither. So
@@ -74,8 +75,7 @@ class Axis:
         return self.rank_stride > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Frozen):
     """A strided block of elements and everyone who holds it.
 
     Attributes:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import (
     TYPE_CHECKING,
@@ -39,6 +38,7 @@ from restride.algebra.layout import Layout, Padding
 from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece
 from restride.errors import FormatError, RestrideError, UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -59,8 +59,7 @@ T = TypeVar("T")
 Args = ParamSpec("Args")
 
 
-@dataclass(frozen=True, slots=True)
-class MapFile:
+class MapFile(Frozen):
     """What a map file says.
 
     Attributes:

@@ -8,7 +8,6 @@ a rank is a substitution.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from restride.algebra._checks import require_int
 from restride.algebra._digits import Walk, fix
 from restride.errors import LayoutError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from restride.algebra.layout import Layout
@@ -27,8 +27,7 @@ PURE: Final = ((1, 2), (3, 4))
 """Addresses of a transfer of which no axis moves both: rank and shard index of either side."""
 
 
-@dataclass(frozen=True, slots=True)
-class TransferAxis:
+class TransferAxis(Frozen):
     """One loop of a transfer.
 
     Attributes:
@@ -53,7 +52,7 @@ class TransferAxis:
 
     def __post_init__(self) -> None:
         require_int("extent of a transfer axis", self.extent, at_least=2)
-        for name in self.__slots__[1:]:
+        for name in self.__struct_fields__[1:]:
             require_int(f"{name} of a transfer axis", getattr(self, name))
         for side, rank, shard in (
             ("source", self.source_rank_stride, self.source_shard_stride),
@@ -65,8 +64,7 @@ class TransferAxis:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(Frozen):
     """Elements that source and target have in common, as one strided block.
 
     Attributes:
@@ -123,8 +121,7 @@ class Transfer:
         return prod(axis.extent for axis in self.axes)
 
 
-@dataclass(frozen=True, slots=True)
-class Transfers:
+class Transfers(Frozen):
     """All transfers between two layouts of one tensor.
 
     Attributes:

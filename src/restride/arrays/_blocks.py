@@ -7,11 +7,11 @@ itself a walk, so the two are joined and the array is not copied.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
 from restride.algebra._digits import Walk, join
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Block", "Side", "Views", "chunks", "injective_parts", "views"]
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(Frozen):
     """Addresses of a block in one of its arrays.
 
     Attributes:
@@ -34,8 +33,7 @@ class Side:
     strides: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Frozen):
     """Elements that stand in two arrays, in the same order.
 
     Attributes:
@@ -53,8 +51,7 @@ class Block:
         return Block(self.extents, self.target, self.source)
 
 
-@dataclass(frozen=True, slots=True)
-class Views:
+class Views(Frozen):
     """Two views of one shape over the same elements.
 
     Attributes:

@@ -8,7 +8,6 @@ numbers contradict is no layout but arithmetic: a sum, a sort, or something else
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -17,6 +16,7 @@ import numpy as np
 
 from restride.arrays._frameworks import framework_of, loaded_torch
 from restride.errors import RestrideError, UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,8 +60,7 @@ class CastError(PartitionError):
     """The partition function returned elements of another type than it was given."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(Frozen):
     """Where the elements of one shard come from.
 
     Attributes:
@@ -77,8 +76,7 @@ class Origin:
     factors: tuple[Fraction, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Runner:
+class Runner(Frozen):
     """A partition function with the kind of arrays that it is run on.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -12,6 +11,7 @@ from restride.arrays._words import WORDS, is_long_run, word_nbytes
 from restride.arrays.casts import NamedDType, to_comparable
 from restride.arrays.strided import copy_at
 from restride.errors import LayoutError, UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,8 +35,7 @@ _STRIP_EXTENT: Final = 16
 _SMALLEST_STRIP_NUMEL: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
+class _Named(Frozen):
     name: str
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from msgspec import Struct, field
 
 from restride.arrays._blocks import Block, chunks, injective_parts, views
 from restride.arrays._numpy import NUMPY
 from restride.arrays.casts import largest_gap, round_once
 from restride.errors import ReplicaError, UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,8 +30,7 @@ _EXACT: Final = Fraction(1)
 _WITH_A_MEAN: Final = ("float64", "float32", "float16", "bfloat16")
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(Frozen):
     """Elements that one shard holds.
 
     Attributes:
@@ -49,8 +49,7 @@ class Holding:
     is_overruled: bool = False
 
 
-@dataclass(slots=True)
-class Drift:
+class Drift(Struct):
     """What differs between copies.
 
     Attributes:
@@ -313,6 +312,5 @@ def _numel(full: Array) -> int:
     return int(np.prod(tuple(full.shape), dtype=np.int64))
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
+class _Named(Frozen):
     name: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from restride.arrays._numpy import coordinates_of, require_inside
 from restride.arrays._words import WORDS, is_long_run, word_nbytes
 from restride.arrays.strided import copy_at
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,8 +30,7 @@ _COMPUTED_IN = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFramework:
+class TorchFramework(Frozen):
     """See `restride.arrays._frameworks.Framework`."""
 
     torch: Any

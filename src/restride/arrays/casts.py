@@ -6,12 +6,12 @@ Wherever a dtype comes from, only its name is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -208,8 +208,7 @@ def _float8_values(name: str) -> NDArray[np.float64]:
     return signed
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
+class _Named(Frozen):
     name: str
 
 

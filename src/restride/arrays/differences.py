@@ -7,12 +7,13 @@ where no such type exists they are not compared at all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from restride.arrays.casts import NamedDType, storage_dtype, to_comparable
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,8 +35,7 @@ class KindedDType(NamedDType, Protocol):
         """One of float, int, uint, bool and complex."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
+class Tolerance(Frozen):
     """How far elements may be apart: ``|a - b| <= atol + rtol * |b|``, as in NumPy."""
 
     rtol: float = 0.0
@@ -47,8 +47,7 @@ class Tolerance:
         return not (self.rtol or self.atol)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Frozen):
     """What is different between two runs of elements.
 
     Attributes:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.algebra._digits import Walk
 from restride.algebra.canonical import piece_of_walk

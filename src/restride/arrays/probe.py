@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from restride.algebra._checks import require_int
 from restride.algebra.canonical import canonicalize
@@ -25,6 +25,7 @@ from restride.arrays._markers import (
 )
 from restride.arrays.extract import extract
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -45,8 +46,7 @@ MarkerDType: TypeAlias = Literal["int64", "float64", "int32", "float32"]
 _LARGEST_ENLARGED_NUMEL: Final = 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Frozen):
     """A size at which the partition function could not be run.
 
     Attributes:
@@ -58,8 +58,7 @@ class Refused:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(Frozen):
     """What running a partition function has shown.
 
     Attributes:

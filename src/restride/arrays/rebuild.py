@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.algebra.copies import CopyAt, as_replicas, require_copies
 from restride.algebra.coverage import Covered, explain, prove, replication, require_covered

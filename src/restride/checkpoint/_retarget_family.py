@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import LayoutError, RuleError
+from restride.frozen import Frozen
 from restride.layouts.presets import name_pattern
 from restride.layouts.recognition import rebuild_on, recognize
 from restride.wording import counted
@@ -23,8 +23,7 @@ _MOST_NAMED: Final = 3
 _DIMENSION: Final = re.compile(r" of dimension \d+")
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
+class Numbers(Frozen):
     """What is known of the model beside the checkpoint: key/value heads and grains.
 
     Attributes:
@@ -38,8 +37,7 @@ class Numbers:
     grain: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(Frozen):
     """What one family gives on the new ranks: a layout, or why there is none."""
 
     family: Recognized

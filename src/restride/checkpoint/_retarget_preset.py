@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from restride.checkpoint._retarget_source import LayoutEquality, Source, tp_mesh, whole
 from restride.checkpoint.catalog import Finding
 from restride.errors import RuleError
+from restride.frozen import Frozen
 from restride.layouts.presets import (
     autotp_cuts,
     is_head,
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Preset", "deviation_findings", "deviations", "find_preset"]
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
+class Preset(Frozen):
     """The layouts of one model on the old ranks and on the new ones.
 
     Attributes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.algebra.mesh import Mesh
 from restride.algebra.signature import same_layout
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 from restride.layouts.replicated import replicated
 
 if TYPE_CHECKING:
@@ -26,8 +28,7 @@ def tp_mesh(ranks: int) -> Mesh:
     return Mesh(((TP, ranks),))
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Frozen):
     """A tensor with the cut that it has.
 
     Attributes:

@@ -8,8 +8,11 @@ and byte where its shard starts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from msgspec import field
+
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,8 +36,7 @@ Severity: TypeAlias = Literal["error", "warning", "note"]
 TensorKind: TypeAlias = Literal["parameter", "buffer"]
 
 
-@dataclass(frozen=True, slots=True)
-class FileEntry:
+class FileEntry(Frozen):
     """One file of a checkpoint.
 
     Attributes:
@@ -46,8 +48,7 @@ class FileEntry:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(Frozen):
     """Where one shard stands in a file.
 
     Attributes:
@@ -59,8 +60,7 @@ class Region:
     start_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StateEntry:
+class StateEntry(Frozen):
     """One array that belongs to a tensor: its weight, its master copy, a moment, a step.
 
     Attributes:
@@ -74,8 +74,7 @@ class StateEntry:
     regions: tuple[Region | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(Frozen):
     """One tensor of the model with everything the checkpoint stores for it.
 
     Attributes:
@@ -99,8 +98,7 @@ class TensorEntry:
     trained_dtype: DType | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Frozen):
     """Something a reader or a check noticed.
 
     Attributes:
@@ -118,8 +116,7 @@ class Finding:
     details: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Catalog:
+class Catalog(Frozen):
     """Everything in a checkpoint but the bytes of its tensors.
 
     Attributes:

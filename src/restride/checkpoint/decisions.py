@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.algebra.copies import OWN, as_replicas
 from restride.errors import PlanError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +26,7 @@ _EVERYTHING: Final = "*"
 _MOST_NAMED: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaRules:
+class ReplicaRules(Frozen):
     """Decisions by pattern.
 
     Attributes:

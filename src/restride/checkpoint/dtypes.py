@@ -6,18 +6,17 @@ Formats translate to and from their own spelling at their edge.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, Literal
 
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 
 __all__ = ["DTYPES", "DType", "Kind", "dtype_named"]
 
 Kind = Literal["float", "int", "uint", "bool", "complex"]
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(Frozen):
     """An element type.
 
     Attributes:

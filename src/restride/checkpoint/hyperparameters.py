@@ -7,8 +7,9 @@ script's own, and a schedule has changed the rates.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Finding
 from restride.errors import UnsupportedError

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
+from msgspec import field
+
 from restride.algebra._json import LARGEST_LIST_NBYTES, member_of, parse_object
 from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,8 +43,7 @@ _FAMILY: Final = re.compile(r"restride-manifest/\d+")
 _DIGITS: Final = re.compile(r"[0-9a-f]{32}")
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestPart:
+class ManifestPart(Frozen):
     """A run of bytes of a file.
 
     Attributes:
@@ -60,8 +61,7 @@ class ManifestPart:
     state: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestFile:
+class ManifestFile(Frozen):
     """One file.
 
     Attributes:
@@ -79,8 +79,7 @@ class ManifestFile:
         return blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Frozen):
     """What an output holds.
 
     Attributes:

@@ -7,11 +7,13 @@ needs no more, so no executor knows a format. Bytes that nobody claims are zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Region
 from restride.errors import PlanError
+from restride.frozen import Frozen
 from restride.wording import counted
 
 if TYPE_CHECKING:
@@ -23,8 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Output", "OutputFile", "OutputTensor"]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFile:
+class OutputFile(Frozen):
     """One file to be written.
 
     Attributes:
@@ -48,8 +49,7 @@ class OutputFile:
             raise PlanError(f"a file of {self.nbytes} bytes was planned", where=self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(Frozen):
     """One array to be written.
 
     Attributes:
@@ -95,8 +95,7 @@ class OutputTensor:
         return -(-numel * self.layout.unit_bits // 8)
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(Frozen):
     """A set of files to be written.
 
     Attributes:

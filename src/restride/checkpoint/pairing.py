@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from restride.errors import PlanError
+from restride.frozen import Frozen
 from restride.wording import counted
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Array", "Pair", "arrays_of", "pair_arrays", "tensors_by_name"]
 
 
-@dataclass(frozen=True, slots=True)
-class Array:
+class Array(Frozen):
     """One array of a catalog, as it is looked at.
 
     Attributes:
@@ -37,8 +36,7 @@ class Array:
         return self.entry.layout.full_shape
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(Frozen):
     """One array that two catalogs have.
 
     Attributes:

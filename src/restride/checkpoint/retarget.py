@@ -16,7 +16,6 @@ preset decides whatever the checkpoint has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from restride.algebra._checks import require_int
@@ -37,6 +36,7 @@ from restride.checkpoint._retarget_source import (
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.fused_cuts import FUSED_CUT, wrong_cuts
 from restride.errors import RuleError
+from restride.frozen import Frozen
 from restride.layouts.presets import (
     how_to_write,
     known_models,
@@ -64,8 +64,7 @@ _PRESET: Final = "preset"
 _MATRIX: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Retargeted:
+class Retargeted(Frozen):
     """The target layout of every tensor.
 
     Attributes:

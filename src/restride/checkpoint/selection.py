@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from restride.checkpoint.dtypes import DTYPES
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,8 +51,7 @@ def require_states(states: object) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Selected:
+class Selected(Frozen):
     """One array to write.
 
     Attributes:
@@ -70,8 +69,7 @@ class Selected:
     dtype: DType
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
+class Export(Frozen):
     """Files that are about to be written, and what they are written from.
 
     Attributes:

@@ -10,8 +10,9 @@ other: a universal folder and the sharded files of any ZeRO stage say the same h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,8 +30,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterGroup:
+class ParameterGroup(Frozen):
     """Parameters that the optimizer treats alike.
 
     Attributes:
@@ -51,8 +51,7 @@ class ParameterGroup:
     listed: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRank:
+class ModelRank(Frozen):
     """What one model-parallel rank stored beside its tensors.
 
     Attributes:
@@ -70,8 +69,7 @@ class ModelRank:
     module_state: Value = None
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineLayer:
+class PipelineLayer(Frozen):
     """A layer of a pipeline that has a file of its own.
 
     Attributes:
@@ -95,8 +93,7 @@ class PipelineLayer:
         return tuple(f"{self.prefix}{key}" for key in self.keys)
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineStage:
+class PipelineStage(Frozen):
     """What one stage of a pipeline trains.
 
     Attributes:
@@ -108,8 +105,7 @@ class PipelineStage:
     groups: tuple[ParameterGroup, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
+class Pipeline(Frozen):
     """A model whose layers are dealt out to stages.
 
     Attributes:
@@ -133,8 +129,7 @@ class Pipeline:
     are_ties_known: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
+class Training(Frozen):
     """What goes with the tensors of a checkpoint.
 
     Attributes:

@@ -8,8 +8,11 @@ file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec import Struct, field
+
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from restride.checkpoint.dtypes import DType
@@ -25,8 +28,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class GlobalName:
+class GlobalName(Frozen):
     """A name that the stream refers to; it is never looked up."""
 
     module: str
@@ -36,8 +38,7 @@ class GlobalName:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(Frozen):
     """One block of bytes of a file that tensors are views of.
 
     Attributes:
@@ -55,8 +56,7 @@ class Storage:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(Frozen):
     """A strided view of a storage. Its bounds have been checked.
 
     Attributes:
@@ -77,8 +77,7 @@ class StoredTensor:
         return self.storage.start_nbytes + self.storage_base * self.storage.dtype.itemsize_nbytes
 
 
-@dataclass(slots=True, eq=False)
-class Constructed:
+class Constructed(Struct, eq=False):
     """An object that the stream would have built by calling something.
 
     Attributes:

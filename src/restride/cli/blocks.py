@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
+
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,8 +26,7 @@ __all__ = ["Block", "Grid", "block_grid"]
 _MOST_BLOCKS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Frozen):
     """A rectangle of the full tensor in the shard of one rank.
 
     Attributes:
@@ -42,8 +42,7 @@ class Block:
     shard_base: int
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(Frozen):
     """The full tensor cut at every edge of every block.
 
     Attributes:

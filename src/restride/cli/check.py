@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import click
+from msgspec.structs import replace
 
 from restride import api
 from restride.cli.contents import catalog_to_json, show_headline

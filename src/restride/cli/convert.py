@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import click
+from msgspec.structs import asdict
 
 from restride import api
 from restride.cli.cut_options import cut_options, source_options

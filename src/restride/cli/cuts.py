@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import click
+from msgspec import field
 
 from restride import api
 from restride.algebra.serial import layout_to_json
@@ -21,6 +21,7 @@ from restride.cli.output import Column, open_page, write_json
 from restride.cli.picture import format_shape
 from restride.cli.sizes import format_count
 from restride.cli.words import describe_layout
+from restride.frozen import Frozen
 from restride.layouts.presets import name_pattern
 from restride.targets import Cut, find_cut
 
@@ -93,8 +94,7 @@ def _show_cut(checkpoint: str, catalog: Catalog, cut: Cut, *, as_json: bool) -> 
         show_findings(open_page(), found.findings)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(Frozen):
     """The same parameter of all layers, cut alike.
 
     Attributes:

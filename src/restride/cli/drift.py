@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, cast
+
+from msgspec import Struct, field
 
 from restride.cli.output import Column
 from restride.cli.sizes import format_count
@@ -24,8 +25,7 @@ _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 _MIXED: Final = frozenset({"step-mismatch", "settings-mismatch", "run-mismatch", "master-mismatch"})
 
 
-@dataclass(slots=True)
-class _Group:
+class _Group(Struct):
     """Arrays whose names differ in numbers only, and whose copies differ between the same ranks."""
 
     ranks: str

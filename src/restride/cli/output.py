@@ -14,8 +14,7 @@ import codecs
 import json
 import os
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,16 +57,14 @@ _PAINTS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """Heading of a table column, and to which side its cells go."""
 
     name: str
     is_number: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(NamedTuple):
     """Text of a picture.
 
     Attributes:

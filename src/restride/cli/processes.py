@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import click
+
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,8 +20,7 @@ _NUMBER: Final = re.compile(r"\d{1,10}", re.ASCII)
 _MOST_STEPS: Final = 0xFFFF_0000
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(Frozen):
     """One of several.
 
     Attributes:

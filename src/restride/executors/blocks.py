@@ -8,13 +8,13 @@ come in any order and size (see `restride.arrays.fingerprint`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from threading import Lock, local
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from restride.arrays.fingerprint import MODULUS, Digester
+from restride.frozen import Frozen
 from restride.planning.sharing import lanes
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ BLOCK_NBYTES: Final = 4 << 20
 TABLE_NBYTES: Final = 160
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Frozen):
     """A block that is done.
 
     Attributes:

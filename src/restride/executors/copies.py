@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.checkpoint.pairing import tensors_by_name
 from restride.errors import ReplicaError

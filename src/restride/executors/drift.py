@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from restride.algebra.copies import OWN
 from restride.algebra.coverage import holders
@@ -33,8 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["DriftTable", "add_drift", "drift_findings"]
 
 
-@dataclass(slots=True)
-class DriftTable:
+class DriftTable(Struct):
     """An observer that adds up drift over the steps and hands every event on.
 
     Attributes:

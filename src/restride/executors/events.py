@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+from restride.frozen import Frozen
 
 __all__ = [
     "Notice",
@@ -16,8 +17,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class PlanStarted:
+class PlanStarted(Frozen):
     """A plan is about to be carried out.
 
     Attributes:
@@ -31,8 +31,7 @@ class PlanStarted:
     projected_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepFinished:
+class StepFinished(Frozen):
     """One step is done.
 
     Attributes:
@@ -48,8 +47,7 @@ class StepFinished:
     tensor: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaDrift:
+class ReplicaDrift(Frozen):
     """Ranks that should hold the same elements hold different ones.
 
     Attributes:
@@ -69,8 +67,7 @@ class ReplicaDrift:
     largest: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class PlanFinished:
+class PlanFinished(Frozen):
     """Everything is done.
 
     Attributes:
@@ -84,8 +81,7 @@ class PlanFinished:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
+class Notice(Frozen):
     """Something that a user who waits should know at once; the work goes on.
 
     Attributes:

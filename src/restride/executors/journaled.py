@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from itertools import groupby
 from threading import Condition
 from typing import TYPE_CHECKING, Final, Self
+
+from msgspec.structs import asdict
 
 from restride.executors.blocks import BLOCK_NBYTES
 

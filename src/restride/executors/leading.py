@@ -11,13 +11,13 @@ from __future__ import annotations
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from threading import Condition
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from restride.errors import ExecutionError, MissingProcessError, RestrideError, StoppedError
 from restride.executors.events import Notice
 from restride.executors.members import Member
+from restride.frozen import Frozen
 from restride.storage import companions
 from restride.storage.companions import HELLO, LOCK, STOP, WELCOME, Beat
 
@@ -57,8 +57,7 @@ class Started(Protocol):
         """Do not start it, if it was not started."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lead:
+class Lead(Frozen):
     """That this process leads others.
 
     Attributes:

@@ -8,7 +8,7 @@ that were mixed up, although every number of every header agrees.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec import structs
@@ -22,6 +22,7 @@ from restride.executors.comparing import CompareWriter
 from restride.executors.events import NullObserver
 from restride.executors.sources import CatalogReader, default_workers
 from restride.executors.streaming import StreamingExecutor
+from restride.frozen import Frozen
 from restride.planning.conversion import plan_reading
 from restride.storage.ranges import FilePool
 from restride.wording import counted
@@ -48,8 +49,7 @@ _SPOTS_A_FILE: Final = 8
 _Place = TypeVar("_Place")
 
 
-@dataclass(frozen=True, slots=True)
-class MasterPlans:
+class MasterPlans(Frozen):
     """How both sides are read.
 
     Attributes:
@@ -134,7 +134,7 @@ def _plan(
         raise BudgetError(needed_nbytes=needed, budget_nbytes=budget_nbytes) from None
     # Rounded while they are read, in steps that fit the buffers of both sides.
     regions = tuple(
-        structs.replace(
+        replace(
             master,
             target_dtype=weight.source_dtype,
             step_numel=min(master.step_numel, weight.step_numel),
@@ -144,8 +144,8 @@ def _plan(
     common = min(masters.workers, weights.workers)
     return MasterPlans(
         tuple(tensor.name for tensor in tensors),
-        structs.replace(masters, regions=regions, workers=common),
-        structs.replace(weights, workers=common),
+        replace(masters, regions=regions, workers=common),
+        replace(weights, workers=common),
     )
 
 
@@ -201,7 +201,7 @@ def spot_check_masters(catalog: Catalog, *, budget_nbytes: int) -> tuple[Finding
     return tuple(
         finding
         if finding.details["dtype"] != finding.details["master_dtype"]
-        else replace(finding, severity="warning")
+        else structs.replace(finding, severity="warning")
         for finding in _findings(catalog, plans, writer.found)
     )
 
@@ -227,7 +227,7 @@ def _spots(plan: Plan) -> Iterator[tuple[RegionPlan, int]]:
     for region in plan.regions:
         for fill in region.fills:
             place = region, fill.target_range.start
-            by_file.setdefault(region.place(fill.sources[0].rank).file, []).append(place)
+            by_file.setdefault(fill.sources[0].file, []).append(place)
     for places in by_file.values():
         yield from _few(places)
 

@@ -7,11 +7,11 @@ copies that differ would be counted twice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from restride.executors import blocks as counting
 from restride.executors.blocks import Block, block_count, block_nbytes
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -54,8 +54,7 @@ def cut_parts(
     return (*cuts, *[(len(regions), 0)] * (count + 1 - len(cuts)))
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Frozen):
     """The blocks of one process.
 
     Attributes:

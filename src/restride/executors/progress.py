@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.executors.events import StepFinished
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.executors.blocks import BLOCK_NBYTES, Block, block_count, block_nbytes
@@ -13,6 +12,7 @@ from restride.executors.drift import add_drift
 from restride.executors.events import ReplicaDrift
 from restride.executors.journaled import claim_records, drift_records
 from restride.executors.verifying import Extent, find_damage
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,8 +31,7 @@ _DIGITS: Final = re.compile(r"[0-9a-f]{32}")
 _Row: TypeAlias = tuple[str, str, tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBack:
+class ReadBack(Frozen):
     """What is there of what was noted.
 
     Attributes:

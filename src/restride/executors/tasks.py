@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from restride.arrays.fingerprint import scratch_nbytes
 from restride.errors import BudgetError
 from restride.executors.blocks import TABLE_NBYTES, block_count
 from restride.executors.verifying import digest_rows
+from restride.frozen import Frozen
 from restride.planning.conversion import plan_conversion
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Task", "plan_writing"]
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(Frozen):
     """What is to be written, and in which memory.
 
     Attributes:

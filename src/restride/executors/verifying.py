@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from threading import local
 from typing import TYPE_CHECKING, Final
@@ -12,6 +11,7 @@ import numpy as np
 
 from restride.arrays.fingerprint import MODULUS, Digester, scratch_nbytes
 from restride.errors import ExecutionError, FormatError
+from restride.frozen import Frozen
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ _ROWS_SHARE: Final = 16
 _AT_ONE_TIME: Final = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(Frozen):
     """Bytes of a file whose digest is known.
 
     Attributes:
@@ -48,8 +47,7 @@ class Extent:
     digest: int
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
+class Damage(Frozen):
     """Bytes that are not what they should be.
 
     Attributes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import asdict, replace
 
 from restride.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
 from restride.errors import (
@@ -28,6 +29,7 @@ from restride.executors.stopping import StopsWith
 from restride.executors.streaming import StreamingExecutor
 from restride.executors.tasks import Task, plan_writing
 from restride.formats._registry import open_catalog
+from restride.frozen import Frozen
 from restride.storage.companions import Team, journals_of, new_word
 from restride.storage.journal import read_journal
 
@@ -53,8 +55,7 @@ __all__ = ["Task", "Written", "is_worth_resuming", "plan_writing", "write_output
 _ALL_DRIFT: Final = "all_drift"
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(Frozen):
     """What was done of an output.
 
     Attributes:

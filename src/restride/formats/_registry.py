@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from msgspec.structs import replace
+
 from restride.checkpoint.catalog import Finding
 from restride.errors import ExecutionError, FormatError, UnsupportedError
+from restride.frozen import Frozen
 from restride.wording import counted, which
 
 if TYPE_CHECKING:
@@ -43,8 +45,7 @@ _LOOKED_FOR: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(Frozen):
     """What a user tells of a checkpoint where its files do not.
 
     Attributes:

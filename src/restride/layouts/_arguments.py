@@ -7,13 +7,13 @@ and a scale of NaN, and the mistake surfaces as wrong weights much later.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from restride.algebra._checks import require_int
 from restride.algebra.mesh import Mesh, MeshLike, as_mesh
 from restride.errors import RuleError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from restride.algebra.layout import Shape
@@ -30,8 +30,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class MeshAxis:
+class MeshAxis(Frozen):
     """The axis of a mesh along which a tensor is cut; the other axes hold replicas.
 
     Attributes:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from restride.errors import LayoutError
+from restride.frozen import Frozen
 from restride.layouts._text import READERS
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ __all__ = ["Build", "Entry", "Parameter"]
 Build: TypeAlias = "Callable[..., Layout]"
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(Frozen):
     """One argument of a builder, as a command line can give it.
 
     Attributes:
@@ -52,8 +51,7 @@ class Parameter:
             raise error.located(self.option) from None
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Frozen):
     """One layout of the catalogue.
 
     Attributes:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from restride.errors import RuleError
+from restride.frozen import Frozen
 from restride.layouts.flat import flat_chunks
 from restride.layouts.permuted import transposed
 from restride.layouts.replicated import replicated
@@ -51,8 +51,7 @@ class Family(Protocol):
         """The layout on any mesh, with the numbers of the model that are given."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replicated:
+class Replicated(Frozen):
     """Everything on every rank, scaled perhaps."""
 
     shape: Shape
@@ -86,8 +85,7 @@ class Replicated:
         return replicated(self.shape, mesh=target.mesh, scale=scale)
 
 
-@dataclass(frozen=True, slots=True)
-class Padded:
+class Padded(Frozen):
     """A dimension padded at its end until it cuts evenly."""
 
     shape: Shape
@@ -131,8 +129,7 @@ class Padded:
         return self.same(target)
 
 
-@dataclass(frozen=True, slots=True)
-class Flat:
+class Flat(Frozen):
     """One parameter cut by element."""
 
     shape: Shape
@@ -182,8 +179,7 @@ class Flat:
         return self.same(target)
 
 
-@dataclass(frozen=True, slots=True)
-class Transposed:
+class Transposed(Frozen):
     """A tensor whose copy with the last two dimensions exchanged is of another family."""
 
     inner: Family

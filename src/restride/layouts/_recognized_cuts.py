@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import LayoutError, RuleError
+from restride.frozen import Frozen
 from restride.layouts._size_rules import SizeRule, choose, divisors, shown, undecided
 from restride.layouts.codegen import codegen_qkv
 from restride.layouts.gathered import block_gather
@@ -29,8 +29,7 @@ _MATRIX: Final = 2
 _CHATGLM_HEADS: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
+class Segments(Frozen):
     """One dimension in segments, each cut by one rule of sizes or whole: most layouts there are."""
 
     shape: Shape
@@ -102,8 +101,7 @@ class Segments:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Codegen:
+class Codegen(Frozen):
     """CodeGen's permuted rows; all that is known of the heads is a number that divides them."""
 
     shape: Shape
@@ -144,8 +142,7 @@ class Codegen:
         return codegen_qkv(self.shape, mesh=target.mesh, heads=count, axis=target.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Yuan:
+class Yuan(Frozen):
     """Yuan's value heads, of the weight `v_proj` or the columns of `o_proj`."""
 
     shape: Shape
@@ -209,8 +206,7 @@ class Yuan:
         return build(self.shape, mesh=target.mesh, heads=heads, axis=target.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(Frozen):
     """Blocks of rows that are dealt out by a table."""
 
     shape: Shape

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from restride.algebra.boxes import BoxCutter, BoxWalk
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,8 +21,7 @@ _MOST_RUNS: Final = 4096
 _MOST_RANKS: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class RowCut:
+class RowCut(Frozen):
     """Runs of rows along one dimension.
 
     Attributes:

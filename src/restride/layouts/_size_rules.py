@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from restride.errors import RuleError
+from restride.frozen import Frozen
 from restride.layouts.sizes import autotp_sizes, chunk_sizes
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ _MOST_ROWS: Final = 1 << 26
 _SHOWN: Final = 6
 
 
-@dataclass(frozen=True, slots=True)
-class SizeRule:
+class SizeRule(Frozen):
     """A rule by which rows are cut into widths.
 
     Attributes:

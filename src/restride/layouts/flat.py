@@ -7,7 +7,6 @@ chained (`restride.algebra.compose.chain`); nothing here knows of tensor paralle
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from restride.algebra._checks import require_int
 from restride.algebra.layout import Fill, Layout, Padding, Shape
 from restride.algebra.piece import Piece
 from restride.errors import RuleError
+from restride.frozen import Frozen
 from restride.layouts._arguments import MeshAxis, as_shape, find_mesh_axis
 from restride.layouts.lifting import axes_of, place, reshaped, row_layout
 from restride.layouts.split import padded_rows
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["FlatGroup", "FlatMember", "flat_chunks", "zero_flat", "zero_group"]
 
 
-@dataclass(frozen=True, slots=True)
-class FlatMember:
+class FlatMember(Frozen):
     """One parameter of a flat buffer.
 
     Attributes:
@@ -44,8 +43,7 @@ class FlatMember:
     shard_starts: tuple[int | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FlatGroup:
+class FlatGroup(Frozen):
     """A buffer of several parameters, cut into one equal partition per rank.
 
     Attributes:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.algebra.intersect import intersect
 from restride.algebra.piece import Piece
 from restride.algebra.signature import same_layout
+from restride.frozen import Frozen
 from restride.layouts._arguments import MeshAxis
 from restride.layouts._runs import read_row_cut
 from restride.layouts.codegen import codegen_qkv
@@ -36,8 +36,7 @@ _FindParts: TypeAlias = Callable[["Shape"], "_Parts | None"]
 _Judge: TypeAlias = Callable[["Layout", "_Parts"], "str | None"]
 
 
-@dataclass(frozen=True, slots=True)
-class FusedWeight:
+class FusedWeight(Frozen):
     """A weight that is several sub-parameters in one.
 
     Attributes:

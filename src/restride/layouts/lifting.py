@@ -7,9 +7,10 @@ other axes, along which everything is held again.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.algebra.canonical import canonicalize
 from restride.algebra.layout import Layout, Padding, Shape, shape_runs

@@ -9,13 +9,15 @@ what tells them apart.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.algebra.mesh import as_mesh
 from restride.algebra.signature import same_layout
 from restride.errors import LayoutError, RuleError
+from restride.frozen import Frozen
 from restride.layouts._arguments import MeshAxis, find_mesh_axis
 from restride.layouts._recognized import Family, Flat, Padded, Replicated, Transposed
 from restride.layouts._recognized_cuts import Codegen, Experts, Segments, Yuan
@@ -35,8 +37,7 @@ __all__ = ["Recognized", "rebuild_on", "recognize"]
 _MATRIX = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Recognized:
+class Recognized(Frozen):
     """One family that a layout belongs to.
 
     Attributes:

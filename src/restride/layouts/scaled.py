@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.algebra.scales import STATE_POWERS
 from restride.errors import UnsupportedError

@@ -24,13 +24,14 @@ import os
 import re
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
+from msgspec.structs import asdict
 
 from restride.errors import ExecutionError
+from restride.frozen import Frozen
 from restride.storage.journal import Journal, read_journal
 from restride.storage.locks import holder_of, is_held, locked
 
@@ -79,8 +80,7 @@ _NAMES: Final = re.compile(
 _SECONDS_BETWEEN_BEATS: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Team:
+class Team(Frozen):
     """Who writes which part: the record of the journal from which on others may write.
 
     Attributes:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import ExecutionError, ExistsError, MissingProcessError, StoppedError
+from restride.frozen import Frozen
 from restride.storage import companions
 from restride.storage._places import require_free
 from restride.storage.companions import (
@@ -50,8 +50,7 @@ _FIRST_SECONDS: Final = 0.02
 _MOST_SECONDS: Final = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(Frozen):
     """The part of an output that this process has to write.
 
     Attributes:
@@ -151,8 +150,7 @@ def _stop_if_asked(folder: Path, number: int, stop: Event) -> None:
         stop.set()
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(Frozen):
     """What process 0 answered.
 
     Attributes:

@@ -7,11 +7,11 @@ stream names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.checkpoint.values import Constructed, GlobalName, Storage, StoredTensor
 from restride.errors import CorruptError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,8 +38,7 @@ _SHOWN_LEN: Final = 80
 _LARGEST_MEMO_INDEX: Final = (1 << 32) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Frozen):
     """What a pickle stream may cost. A stream beyond any of them is refused as corrupt.
 
     Attributes:

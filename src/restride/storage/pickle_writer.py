@@ -12,7 +12,6 @@ referred to twice is written once.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.checkpoint.values import (
@@ -24,6 +23,7 @@ from restride.checkpoint.values import (
     StoredTensor,
 )
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -42,8 +42,7 @@ _UINT32: Final = struct.Struct("<L").pack
 _MOST_SHORT_TUPLE: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class PersistentId:
+class PersistentId(Frozen):
     """What the reader of the stream is asked to resolve in place of a storage.
 
     Attributes:

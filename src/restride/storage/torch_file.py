@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -29,6 +28,7 @@ from restride.checkpoint.values import (
     StoredTensor,
 )
 from restride.errors import PlanError, RestrideError
+from restride.frozen import Frozen
 from restride.storage.pickle_writer import PersistentId, write_pickle
 from restride.storage.torch_values import STORAGE_DTYPES
 from restride.storage.zip_end import ALL_ONES
@@ -65,8 +65,7 @@ _CLASSES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFileLayout:
+class TorchFileLayout(Frozen):
     """A file that is about to be written.
 
     Attributes:

@@ -8,9 +8,11 @@ the file is laid out. Tensors of source files in a value are carried over with t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from restride.algebra.coverage import require_covered
 from restride.algebra.mesh import Mesh
@@ -37,8 +39,7 @@ _ONE_RANK: Final = Mesh(())
 _BYTE: Final = DTYPES["uint8"]
 
 
-@dataclass(slots=True, eq=False)
-class OutputArray:
+class OutputArray(Struct, eq=False):
     """One state of one tensor in the output.
 
     Attributes:
@@ -52,8 +53,7 @@ class OutputArray:
     regions: list[Region | None]
 
 
-@dataclass(slots=True)
-class FileDraft:
+class FileDraft(Struct):
     """A file whose tensors are being collected.
 
     Attributes:

@@ -6,9 +6,11 @@ for ever, since every file that was ever saved refers to them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from restride.checkpoint.dtypes import DTYPES, dtype_named
 from restride.checkpoint.values import GlobalName, SizeValue, Storage, StoredTensor
@@ -51,8 +53,7 @@ _LARGEST: Final = (1 << 63) - 1
 _LARGEST_NDIM: Final = 64
 
 
-@dataclass(slots=True)
-class StorageTable:
+class StorageTable(Struct):
     """Resolves the persistent ids of one file.
 
     Attributes:

@@ -6,10 +6,10 @@ Only the directory, the pickle and two short records are read.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
+from restride.frozen import Frozen
 from restride.storage.pickle_vm import Limits, read_pickle
 from restride.storage.ranges import RangeFile
 from restride.storage.torch_values import TORCH_RULES, StorageTable
@@ -31,8 +31,7 @@ _LEGACY_START: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _RESAVE: Final = "load it with torch.load(..., weights_only=True) and save it again with torch.save"
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFile:
+class TorchFile(Frozen):
     """What a file of ``torch.save`` holds.
 
     Attributes:

@@ -20,13 +20,13 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import ExecutionError, ExistsError
+from restride.frozen import Frozen
 from restride.storage import companions
 from restride.storage._places import (
     make_parents,
@@ -59,8 +59,7 @@ _LONGEST_STEM: Final = 200
 _MOST_TRIES: Final = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Purpose:
+class Purpose(Frozen):
     """What an output will be.
 
     Attributes:

@@ -9,10 +9,10 @@ described the same in both places. Only headers and directory are read.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import CorruptError, RestrideError, UnsupportedError
+from restride.frozen import Frozen
 from restride.storage.zip_end import ALL_ONES, find_directory
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ _IS_ENCRYPTED: Final = 1 << 0 | 1 << 6 | 1 << 13
 _READ_AHEAD_NBYTES: Final = 128
 
 
-@dataclass(frozen=True, slots=True)
-class ZipRecord:
+class ZipRecord(Frozen):
     """One record of a zip file.
 
     Attributes:
@@ -55,8 +54,7 @@ class ZipRecord:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(Frozen):
     """What the directory says about one record."""
 
     raw_name: bytes

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,8 +32,7 @@ Array: TypeAlias = Any
 Cut: TypeAlias = "Callable[[Array, int, int, int], Array]"
 
 
-@dataclass(frozen=True, slots=True)
-class Partition:
+class Partition(Frozen):
     """A partition function and what is known of its layout.
 
     Attributes:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from restride import cli
+from restride.frozen import Frozen
 
 __all__ = ["SAMPLE", "Ran", "run"]
 
@@ -17,8 +17,7 @@ SAMPLE = Path(cli.__file__).parent / "sample"
 """The checkpoint that ships with the package."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
+class Ran(Frozen):
     """What a command left.
 
     Attributes:

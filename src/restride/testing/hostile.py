@@ -8,9 +8,9 @@ nobody calls what they name, so a reader may as well return them as inert values
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import Final
 
+from restride.frozen import Frozen
 from restride.testing.opcodes import (
     call,
     dictionary,
@@ -27,8 +27,7 @@ __all__ = ["Hostile", "callers", "hostile_pickles"]
 _LONG: Final = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class Hostile:
+class Hostile(Frozen):
     """A file that must be refused.
 
     Attributes:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from restride.checkpoint.catalog import FileEntry, Region, StateEntry
+from restride.frozen import Frozen
 from restride.planning.conversion import Job
 from restride.testing.oracles import walk_padding, walk_relation
 
@@ -50,8 +50,7 @@ class MemoryFiles:
         self.writes.append((file, start_nbytes, stop))
 
 
-@dataclass(frozen=True, slots=True)
-class StoredState:
+class StoredState(Frozen):
     """A state in memory files: one file a rank, with some other bytes in front of the shard."""
 
     entry: StateEntry

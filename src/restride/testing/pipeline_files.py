@@ -6,14 +6,15 @@ stage: the model-parallel ranks are counted on, and the weights go into layer fi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride.checkpoint.values import OrderedDictValue
+from restride.frozen import Frozen
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.saved_values import save_file
 from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
@@ -29,8 +30,7 @@ __all__ = ["StageRun", "pipelines", "write_pipeline"]
 _TIED = "tied_modules.table."
 
 
-@dataclass(frozen=True, slots=True)
-class StageRun:
+class StageRun(Frozen):
     """One stage of what is to be written.
 
     Attributes:

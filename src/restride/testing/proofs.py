@@ -7,15 +7,17 @@ shrunk, or a seeded one to run thousands of cases.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec.structs import replace
 
 from restride.algebra.coverage import Covered, Gap, Hole, Overlap, Writer
 from restride.algebra.layout import Layout, Padding, shape_runs
 from restride.algebra.piece import Axis, Piece
 from restride.errors import LayoutError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -207,8 +209,7 @@ def spoil(layout: Layout, random: Random) -> Layout:
     return replace(layout, full_shape=(layout.full_numel + 1,))
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
+class _Draft(Frozen):
     """A whole layout before it gets shapes."""
 
     full: int

@@ -7,12 +7,12 @@ file of a real framework, tell one lie in it, and save it again.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from restride.checkpoint.values import Constructed, GlobalName, OrderedDictValue, StoredTensor
+from restride.frozen import Frozen
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing import opcodes
 from restride.testing.torch_files import torch_file
@@ -34,8 +34,7 @@ _STORAGES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Array:
+class Array(Frozen):
     """A tensor to be saved.
 
     Attributes:

@@ -7,13 +7,14 @@ whatever the types allow: loops that reach over each other, holes, duplicates.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from restride.algebra._digits import Walk
 from restride.algebra.layout import Layout, Padding
@@ -204,8 +205,7 @@ def recut(draw: DrawFn, piece: Piece) -> tuple[Piece, ...]:
     )
 
 
-@dataclass(slots=True)
-class _Draft:
+class _Draft(Struct):
     """How far each shard is filled, and with what."""
 
     filled: list[int]

@@ -8,8 +8,11 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO, Final
+
+from msgspec import field
+
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,8 +23,7 @@ _ALL_ONES: Final = 0xFFFFFFFF
 _ALIGNMENT: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Frozen):
     """One record, and the lies that are told about it.
 
     Attributes:

@@ -7,11 +7,11 @@ rounded to fp16.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from restride.checkpoint.values import OrderedDictValue
 from restride.testing.saved_values import Array, save_file

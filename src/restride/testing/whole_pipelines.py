@@ -8,14 +8,16 @@ written on any stages, so that what is converted from one cut to another has to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride.checkpoint.values import OrderedDictValue
+from restride.frozen import Frozen
 from restride.testing.saved_values import Array, save_file
 from restride.testing.zero_files import Parameter, ZeroRun, box_map, shard_of, stored
 
@@ -40,8 +42,7 @@ _CONFIGS: Final[Mapping[WholeKind, dict[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(Frozen):
     """A layer of a pipeline.
 
     Attributes:
@@ -59,8 +60,7 @@ class Layer:
     buffers: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class WholePipeline:
+class WholePipeline(Frozen, dict=True):
     """What is to be written.
 
     Attributes:
@@ -83,11 +83,12 @@ class WholePipeline:
     order: Order = "module"
     gives_frozen: bool = False
     drift: float = 0.0
-    run: ZeroRun = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def run(self) -> ZeroRun:
+        """The parameters of all stages, as one run."""
         named = {name: own for stage in self.stages for name, own in self.named(stage).items()}
-        object.__setattr__(self, "run", ZeroRun(1, self.tp, named))
+        return ZeroRun(1, self.tp, named)
 
     @property
     def ties(self) -> dict[str, tuple[int, ...]]:

@@ -6,12 +6,13 @@ over the tensor-parallel ranks, lay the shards of a group end to end, pad, cut i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
+from msgspec import field
 
 from restride.checkpoint.values import Constructed, GlobalName, OrderedDictValue
+from restride.frozen import Frozen
 from restride.testing.saved_values import Array, save_file
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ Cut: TypeAlias = "tuple[int, tuple[int, ...]] | None"
 Writer: TypeAlias = Literal["zero", "elastic", "bf16_optimizer"]
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(Frozen):
     """One parameter with its states, whole.
 
     Attributes:
@@ -44,8 +44,7 @@ class Parameter:
     group: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroRun:
+class ZeroRun(Frozen):
     """What is to be written.
 
     Attributes:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride.testing.zero_files import Parameter, ZeroRun
 

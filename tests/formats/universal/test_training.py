@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from restride import api
 from restride.checkpoint.dtypes import DTYPES

@@ -8,8 +8,9 @@ module, which an engine opens a file for, or a function, for which it looks for 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.checkpoint.training import Pipeline, PipelineLayer, PipelineStage
 from restride.errors import UnsupportedError

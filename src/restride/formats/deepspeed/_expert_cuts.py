@@ -7,9 +7,10 @@ parameters (`_placement`).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.values import StoredTensor

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
+
+from msgspec.structs import replace
 
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._expert_groups import regrouped
@@ -17,6 +18,7 @@ from restride.formats.deepspeed._writing import keyed
 from restride.formats.deepspeed.expert_settings import any_of, is_data_first
 from restride.formats.deepspeed.maps import MAP_VERSION
 from restride.formats.deepspeed.placements import to_expert_map, to_expert_placement
+from restride.frozen import Frozen
 from restride.layouts.gathered import experts
 from restride.layouts.replicated import replicated
 from restride.storage.ranges import FilePool
@@ -44,8 +46,7 @@ _VERSION: Final = 0.4
 _OWN_CHILDREN: Final = frozenset({"router", "experts", "shared_experts", "shared_experts_gate"})
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertLayer:
+class ExpertLayer(Frozen):
     """One mixture-of-experts layer.
 
     Attributes:
@@ -68,8 +69,7 @@ class ExpertLayer:
         return tuple(f"{self.prefix}.{weight}" for weight in _WEIGHTS)
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedExperts:
+class PlacedExperts(Frozen):
     """All layers of experts, and the ranks of the target that hold them.
 
     Attributes:

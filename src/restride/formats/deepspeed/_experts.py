@@ -8,7 +8,6 @@ ranks with the same experts share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.algebra.mesh import Mesh
@@ -16,6 +15,7 @@ from restride.algebra.signature import same_layout
 from restride.errors import CorruptError, LayoutError, UnsupportedError
 from restride.formats.deepspeed.maps import from_affine_map_field, require_map_version
 from restride.formats.deepspeed.placements import read_placement
+from restride.frozen import Frozen
 from restride.layouts.gathered import experts
 from restride.wording import counted, which
 
@@ -33,8 +33,7 @@ _MOST_EXPERTS: Final = 1 << 16
 _Placement: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertParameter:
+class ExpertParameter(Frozen):
     """One stacked parameter of one mixture-of-experts layer.
 
     Attributes:

@@ -8,12 +8,12 @@ there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.values import Constructed, GlobalName, Storage, StoredTensor
 from restride.errors import FormatError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,8 +32,7 @@ _MAPPING_NAMES: Final = frozenset({"OrderedDict", "defaultdict", "Counter"})
 _SEQUENCE_NAMES: Final = frozenset({"Size", "deque"})
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(Frozen):
     """One inert value and the path that leads to it.
 
     Attributes:

@@ -16,10 +16,12 @@ counts the tensor-parallel ranks of one stage after those of another. Old versio
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from msgspec import field
+
 from restride.errors import CorruptError, ExecutionError, FormatError, UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,8 +56,7 @@ _Rank = TypeVar("_Rank", int, tuple[int, int])
 _LONGEST_TAG: Final = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerFile:
+class OptimizerFile(Frozen):
     """The file of one (data-parallel, model-parallel) rank.
 
     Attributes:
@@ -71,8 +72,7 @@ class OptimizerFile:
     mp: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertFile:
+class ExpertFile(Frozen):
     """The file of one expert of one layer."""
 
     name: str
@@ -81,8 +81,7 @@ class ExpertFile:
     tp: int
 
 
-@dataclass(frozen=True, slots=True)
-class LayerFile:
+class LayerFile(Frozen):
     """The file of one layer of a pipeline, on one tensor-parallel rank."""
 
     name: str
@@ -90,8 +89,7 @@ class LayerFile:
     tp: int
 
 
-@dataclass(frozen=True, slots=True)
-class TagFolder:
+class TagFolder(Frozen):
     """The files of one tag, by what their names say.
 
     Attributes:

@@ -16,11 +16,11 @@ with the buffer. `ds_to_universal` follows the mapping, and writes tensors made 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from restride.errors import CorruptError
+from restride.frozen import Frozen
 from restride.wording import counted, which
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ _MOST_PADDING: Final = 4096
 MappingOrder: TypeAlias = Literal["flat", "group"]
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(Frozen):
     """Place of one parameter in the buffer of its group.
 
     Attributes:
@@ -52,8 +51,7 @@ class Slot:
     numel: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(Frozen):
     """The run of a parameter that stands in one partition.
 
     Attributes:

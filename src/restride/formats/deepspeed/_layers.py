@@ -16,12 +16,14 @@ shapes do, or the checkpoint is refused::
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct, field
 
 from restride.checkpoint.training import PipelineLayer
 from restride.checkpoint.values import OrderedDictValue, StoredTensor
 from restride.errors import CorruptError, UnsupportedError
+from restride.frozen import Frozen
 from restride.wording import counted, which
 
 if TYPE_CHECKING:
@@ -39,8 +41,7 @@ Copies = dict[str, list[tuple[StoredTensor, ...]]]
 _TIED: Final = "tied_modules."
 
 
-@dataclass(slots=True)
-class StageModules:
+class StageModules(Struct):
     """What the layer files have of one stage.
 
     Attributes:
@@ -57,8 +58,7 @@ class StageModules:
     layers: list[PipelineLayer] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedLayer:
+class OpenedLayer(Frozen):
     """One layer: what its file has on each tensor-parallel rank."""
 
     number: int
@@ -88,8 +88,7 @@ class OpenedLayer:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
+class _Stage(Frozen):
     """What the model files of one stage call its tensors.
 
     Attributes:

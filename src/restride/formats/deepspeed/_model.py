@@ -7,7 +7,6 @@ for frozen parameters in `frozen_param_fragments`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -16,6 +15,7 @@ from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, FormatError
 from restride.formats.deepspeed._settings import is_enabled
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,8 +45,7 @@ CONSUMED_KEYS: Final = frozenset(
 _PRECISIONS: Final = {"bfloat16": ("bf16", "bfloat16"), "float16": ("fp16",)}
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFile:
+class ModelFile(Frozen):
     """What the model file of one tensor-parallel rank says; of one (dp, tp) rank under ZeRO-3.
 
     Attributes:

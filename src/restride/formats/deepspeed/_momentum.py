@@ -14,8 +14,9 @@ ZeRO-3, and in BF16_Optimizer, the momentum is cut like everything else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
+
+from msgspec.structs import replace
 
 from restride.algebra.layout import Layout
 from restride.algebra.mesh import Mesh
@@ -23,6 +24,7 @@ from restride.algebra.piece import Piece
 from restride.checkpoint.values import StoredTensor
 from restride.formats.deepspeed._flat import Fragment
 from restride.formats.deepspeed._settings import is_offloaded, uses_bf16_optimizer
+from restride.frozen import Frozen
 from restride.layouts.lifting import axes_of
 
 if TYPE_CHECKING:
@@ -51,8 +53,7 @@ _FLAT_STAGES: Final = (1, 2)
 _Entry = TypeVar("_Entry")
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(Frozen):
     """A partition whose momentum is not cut as the partition is.
 
     Attributes:

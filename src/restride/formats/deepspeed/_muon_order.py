@@ -11,16 +11,18 @@ neither the source nor the user says which one it has, nothing is written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Finding
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._momentum import trains_by_muon
 from restride.formats.deepspeed._settings import optimizer_type
 from restride.formats.deepspeed._writing import config_of
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -97,8 +99,7 @@ def _shown_by(source: str, order: _Order, by_model: Sequence[str]) -> bool | Non
     return None if list(order.names) == list(by_model) else False
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
+class _Order(Frozen):
     """The parameters of one group, and how large their shards are.
 
     Attributes:

@@ -10,8 +10,9 @@ of the source do. Where it has one tensor-parallel rank only rules can say anyth
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.algebra.mesh import Mesh
 from restride.algebra.signature import same_layout

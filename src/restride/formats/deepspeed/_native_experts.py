@@ -17,7 +17,6 @@ every tensor-parallel rank (deepspeed 0.19.8 `utils/groups.py`).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import chain, groupby
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -31,6 +30,7 @@ from restride.errors import CorruptError
 from restride.formats.deepspeed._expert_cuts import ExpertCuts
 from restride.formats.deepspeed._native_ranks import rank_counts
 from restride.formats.deepspeed._rank_blocks import in_block
+from restride.frozen import Frozen
 from restride.layouts.lifting import axes_of
 from restride.wording import counted
 
@@ -57,8 +57,7 @@ _COUNTS: Final = "num_experts"
 _MOST_EXPERTS: Final = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class NativeExpert:
+class NativeExpert(Frozen):
     """One tensor of one expert.
 
     Attributes:
@@ -231,8 +230,7 @@ def native_experts(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
+class _Layer(Frozen):
     number: int
     prefix: str
     count: int

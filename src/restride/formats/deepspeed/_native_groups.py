@@ -8,14 +8,16 @@ it by the number of ranks that layers are on, and again by the size of what one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._expert_groups import MOST_GROUP_NUMEL, joined_groups, split_group
 from restride.formats.deepspeed._native_experts import expert_name
 from restride.formats.deepspeed.expert_settings import any_of
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,8 +31,7 @@ _NAME: Final = "name"
 _MOE: Final = "moe"
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertOrder:
+class ExpertOrder(Frozen):
     """Experts of all layers, and how many ranks share them before and after.
 
     Attributes:

@@ -7,8 +7,10 @@ A layer is built for a number of expert-parallel ranks, and every rank calls its
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec import field
+from msgspec.structs import replace
 
 from restride.algebra.mesh import Mesh
 from restride.errors import CorruptError, UnsupportedError
@@ -21,6 +23,7 @@ from restride.formats.deepspeed._rank_blocks import gathered, in_block
 from restride.formats.deepspeed._spread import spread_cut_experts, spread_experts
 from restride.formats.deepspeed.expert_settings import any_of, is_data_first, native_rank_count
 from restride.formats.deepspeed.target import DeepSpeedTarget
+from restride.frozen import Frozen
 from restride.layouts.replicated import replicated
 
 if TYPE_CHECKING:
@@ -38,8 +41,7 @@ _PARTITIONED_WEIGHTS: Final = 3
 _GRADIENTS: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
-class NativeLayer:
+class NativeLayer(Frozen):
     """One layer.
 
     Attributes:
@@ -55,8 +57,7 @@ class NativeLayer:
     names: tuple[tuple[str, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedNative:
+class PlacedNative(Frozen):
     """All layers of experts, and the ranks of the target that hold them.
 
     Attributes:

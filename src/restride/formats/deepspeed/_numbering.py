@@ -14,8 +14,9 @@ order of its own: it sorts by shape, and leaves what is of one shape in the orde
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
+
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Sequence
@@ -25,8 +26,7 @@ __all__ = ["Candidate", "Matched", "Slot", "Unmatched", "match"]
 _MOST_NAMED: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Frozen):
     """A parameter of the model.
 
     Attributes:
@@ -42,8 +42,7 @@ class Candidate:
     shape: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(Frozen):
     """A number of the optimizer.
 
     Attributes:
@@ -57,8 +56,7 @@ class Slot:
     shape: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Matched:
+class Matched(Frozen):
     """The names of all numbers.
 
     Attributes:
@@ -70,8 +68,7 @@ class Matched:
     by_order: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Unmatched:
+class Unmatched(Frozen):
     """Why numbers cannot be matched."""
 
     reason: str

@@ -9,12 +9,14 @@ flat partition each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.checkpoint.values import Constructed, StoredTensor
 from restride.errors import CorruptError, FormatError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
+from restride.frozen import Frozen
 from restride.wording import counted
 
 if TYPE_CHECKING:
@@ -47,8 +49,7 @@ _STEP: Final = "step"
 _MOMENTUM: Final = "momentum_buffer"  # of one element, where Muon keeps it whole
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Frozen):
     """The partition of one parameter group on one rank; of one sub-group under ZeRO-3.
 
     Attributes:
@@ -76,8 +77,7 @@ class Group:
     partition_ranks: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroFile:
+class ZeroFile(Frozen):
     """What the optimizer file of one (dp, tp) rank says.
 
     Attributes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import StoredTensor
@@ -18,6 +20,7 @@ from restride.formats.deepspeed._momentum import (
     whole_fragments,
 )
 from restride.formats.deepspeed._settings import is_round_robin
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,8 +42,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(Frozen):
     """One fragment of one parameter, in the file of one rank.
 
     Attributes:
@@ -56,8 +58,7 @@ class Holding:
     group: Group | None
 
 
-@dataclass(slots=True)
-class FlatCut:
+class FlatCut(Struct):
     """How the shards of one parameter are cut into fragments.
 
     Attributes:
@@ -82,8 +83,7 @@ class FlatCut:
         return all(holding.group is not None for holding in self.holdings)
 
 
-@dataclass(slots=True)
-class Partitions:
+class Partitions(Struct):
     """What the optimizer files hold, by parameter.
 
     Attributes:

@@ -13,10 +13,10 @@ without ``$`` matches a prefix. Everything else is refused.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -32,8 +32,7 @@ _ESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
 _CLASSES: Final[dict[str, str]] = {"d": r"\d", "w": r"\w", "s": r"\s"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Atom:
+class _Atom(Frozen):
     """One position of a pattern: which characters it takes, and how often."""
 
     takes: Callable[[str], bool]
@@ -41,8 +40,7 @@ class _Atom:
     is_repeated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
+class Pattern(Frozen):
     """A parsed pattern.
 
     Attributes:

@@ -7,8 +7,9 @@ files told how many tensor-parallel ranks there are (`checkpoint/reshape_3d_util
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.checkpoint.values import OrderedDictValue
 from restride.errors import CorruptError, FormatError, UnsupportedError
@@ -17,6 +18,7 @@ from restride.formats.deepspeed._layers import StageModules, assemble_modules, o
 from restride.formats.deepspeed._model import read_model_file
 from restride.formats.deepspeed._optimizer import FLAT_FP32
 from restride.formats.deepspeed._stage_optimizers import StageNames, name_stages
+from restride.frozen import Frozen
 from restride.wording import which
 
 if TYPE_CHECKING:
@@ -36,8 +38,7 @@ _MOST_NAMED: Final = 5
 _MOST_RANKS: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedModel:
+class OpenedModel(Frozen):
     """A model file that was opened and not yet read.
 
     Attributes:
@@ -68,8 +69,7 @@ class OpenedModel:
         return None if degree is None else degree.integer(at_least=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(Frozen):
     """Model-parallel ranks.
 
     Attributes:
@@ -86,8 +86,7 @@ class Grid:
         return self.stage_count * self.tp_size
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(Frozen):
     """Model files of one pipeline stage.
 
     Attributes:

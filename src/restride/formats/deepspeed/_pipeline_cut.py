@@ -11,10 +11,11 @@ them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Finding
 from restride.errors import UnsupportedError
@@ -28,6 +29,7 @@ from restride.formats.deepspeed._stage_muon import (
     kept_by_muon,
     sorted_by_muon,
 )
+from restride.frozen import Frozen
 from restride.wording import counted, which
 
 if TYPE_CHECKING:
@@ -49,8 +51,7 @@ _BY_HAND: Final = "give the first layer of each stage, as --pp-layers 0,3,6"
 _Key = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class TargetStage:
+class TargetStage(Frozen):
     """One stage of what is written.
 
     Attributes:
@@ -68,8 +69,7 @@ class TargetStage:
     layers: tuple[PipelineLayer, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CutStages:
+class CutStages(Frozen):
     """All stages, and what to tell of them."""
 
     stages: tuple[TargetStage, ...]

@@ -10,9 +10,10 @@ name look the same whether it was cut, fused or replicated. A user may know it (
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.errors import CorruptError, LayoutError, UnsupportedError
 from restride.formats.deepspeed._patterns import PatternTable

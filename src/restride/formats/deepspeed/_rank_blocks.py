@@ -6,8 +6,9 @@ it, these are neighbours, and the others have none of it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.algebra.canonical import canonicalize
 from restride.algebra.compose import chain

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec import field
+from msgspec.structs import replace
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import FileEntry, Finding, Region
@@ -15,6 +17,7 @@ from restride.formats.deepspeed._files import find_tag, list_files
 from restride.formats.deepspeed._optimizer import read_zero_file
 from restride.formats.deepspeed._pipeline import OpenedModel, agreed, find_grid, read_stages
 from restride.formats.deepspeed._settings import is_bf16
+from restride.frozen import Frozen
 from restride.wording import which
 
 if TYPE_CHECKING:
@@ -62,8 +65,7 @@ class FileTable:
         return Region(self._numbers[tensor.storage.file], tensor.start_nbytes + skipped_nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Frozen):
     """The files of a checkpoint, by rank; those of one stage, where it is of a pipeline.
 
     Attributes:

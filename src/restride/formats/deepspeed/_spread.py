@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from restride.algebra.compose import chain
 from restride.formats.deepspeed._rank_blocks import chained_in_block
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Spread", "spread_cut_experts", "spread_dense", "spread_experts"]
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(Frozen):
     """The ranks of a target as (cutter, partition): whose shard, and which partition of it.
 
     Attributes:

@@ -13,10 +13,11 @@ Weights that are still what they were initialised with, ones and zeros, may leav
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from heapq import heappop, heappush
 from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
+
+from msgspec.structs import replace
 
 from restride.formats.deepspeed._numbering import Unmatched
 from restride.formats.deepspeed._whole_flat import Place, view_of

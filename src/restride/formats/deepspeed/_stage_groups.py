@@ -9,10 +9,11 @@ not have the same groups in the same places, a group is told by its settings.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.checkpoint.orders import merged_order
 from restride.checkpoint.training import ParameterGroup

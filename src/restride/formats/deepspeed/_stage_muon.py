@@ -7,12 +7,14 @@ group of another stage has other parameters, so that every stage is sorted by it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._momentum import trains_by_muon
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,8 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Cuts", "is_sorted_by_muon", "kept_by_muon", "sorted_by_muon"]
 
 
-@dataclass(frozen=True, slots=True)
-class Cuts:
+class Cuts(Frozen):
     """How tensor-parallel ranks cut each parameter.
 
     Attributes:

@@ -18,14 +18,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from msgspec import Struct, field
+
 from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
 from restride.formats.deepspeed._stage_layers import TIED, tied_prefix
 from restride.formats.deepspeed._stage_proof import Tied, Tokens, none_can_be_tied
+from restride.frozen import Frozen
 from restride.wording import counted
 
 if TYPE_CHECKING:
@@ -48,8 +50,7 @@ _Names: TypeAlias = tuple[tuple[str | None, ...], ...]
 _Key: TypeAlias = "Shape | None"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShapes:
+class LayerShapes(Frozen):
     """The parameters of a layer.
 
     Attributes:
@@ -63,8 +64,7 @@ class LayerShapes:
     tokens: Mapping[str, tuple[Hashable, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class NumberedStage:
+class NumberedStage(Frozen):
     """What the optimizer of a stage numbers.
 
     Attributes:
@@ -97,8 +97,7 @@ class NumberedStage:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(Frozen):
     """A run of layers that fits a stage.
 
     Attributes:
@@ -170,8 +169,7 @@ def _way(spans: Sequence[Sequence[_Span]]) -> Iterator[_Span]:
         yield span
 
 
-@dataclass(slots=True)
-class _Module:
+class _Module(Struct):
     """A layer with a file, or a layer that uses a tied module, with its own copy or another one."""
 
     prefix: str

@@ -8,8 +8,10 @@ parameters begin (`_stage_flat`): from then on they are numbers as any others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias, cast
+
+from msgspec import field
+from msgspec.structs import replace
 
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._numbering import Unmatched
@@ -19,6 +21,7 @@ from restride.formats.deepspeed._stage_numbers import LayerShapes, NumberedStage
 from restride.formats.deepspeed._stage_values import LayerWeights
 from restride.formats.deepspeed._whole_file import read_whole_file
 from restride.formats.deepspeed._witness import Witness
+from restride.frozen import Frozen
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
@@ -35,8 +38,7 @@ __all__ = ["StageNames", "name_stages"]
 _Cuts: TypeAlias = "tuple[tuple[tuple[FlatCut, ...], ...], ...]"
 
 
-@dataclass(frozen=True, slots=True)
-class StageNames:
+class StageNames(Frozen):
     """What the stages of a pipeline call their parameters.
 
     Attributes:
@@ -59,8 +61,7 @@ class StageNames:
     is_stepped: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranks:
+class _Ranks(Frozen):
     """The optimizers of one stage, and the buffers of its module."""
 
     files: tuple[WholeFile, ...]

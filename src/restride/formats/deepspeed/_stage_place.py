@@ -8,10 +8,12 @@ of the same stage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from restride.algebra.mesh import Mesh
+from restride.frozen import Frozen
 from restride.storage.torch_output import FileDraft
 
 if TYPE_CHECKING:
@@ -24,8 +26,7 @@ __all__ = ["StageDraft", "StagePlace"]
 _PIPE: Final = "pp"
 
 
-@dataclass(frozen=True, slots=True)
-class StagePlace:
+class StagePlace(Frozen):
     """Which stage of a pipeline is written.
 
     Attributes:
@@ -66,7 +67,6 @@ class StagePlace:
         )
 
 
-@dataclass(slots=True)
 class StageDraft(FileDraft):
     """A file of a stage: ranks of arrays are counted inside the stage."""
 

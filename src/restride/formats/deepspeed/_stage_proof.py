@@ -12,9 +12,10 @@ as parameters leave none out, and stages have their layers whole and in their or
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
+
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +28,7 @@ Tokens: TypeAlias = "tuple[tuple[Shape, ...], ...]"
 """Of parameters one after the other the shapes on all tensor-parallel ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tied:
+class Tied(Frozen):
     """A layer that may be tied, or not.
 
     Attributes:

@@ -7,8 +7,9 @@ that rounds to.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.formats.deepspeed._numbering import Slot
 from restride.formats.deepspeed._whole_file import CASTABLE

@@ -8,8 +8,9 @@ of them do the same do the copies stay equal.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from restride.algebra.mesh import Mesh
 from restride.errors import CorruptError

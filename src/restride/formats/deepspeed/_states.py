@@ -8,9 +8,10 @@ package knows of flat buffers.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec.structs import replace
 
 from restride.algebra.canonical import canonicalize
 from restride.algebra.compose import chain

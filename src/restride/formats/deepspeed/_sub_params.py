@@ -7,11 +7,11 @@ sub-parameter was cut evenly, and a plain number meant that many of equal size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.errors import CorruptError
+from restride.frozen import Frozen
 from restride.layouts.segmented import sub_params
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ _MOST_SUB_PARAMS: Final = 1 << 16
 _Widths: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SubParams:
+class SubParams(Frozen):
     """What is said of one fused parameter.
 
     Attributes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.checkpoint.orders import merged_order
 from restride.checkpoint.training import ParameterGroup

@@ -9,9 +9,10 @@ have names, are there in any case.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Finding
@@ -25,6 +26,7 @@ from restride.formats.deepspeed._whole_experts import open_optimizers
 from restride.formats.deepspeed._whole_file import CASTABLE, read_whole_file
 from restride.formats.deepspeed._whole_match import Source, Weight, assign
 from restride.formats.deepspeed._witness import Witness
+from restride.frozen import Frozen
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
@@ -43,8 +45,7 @@ __all__ = ["Whole", "WholeRank", "read_whole"]
 _MOST_NAMED: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class WholeRank:
+class WholeRank(Frozen):
     """The optimizer's state of one tensor-parallel or expert-parallel rank.
 
     Attributes:
@@ -65,8 +66,7 @@ class WholeRank:
     listed: tuple[tuple[str | None, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(Frozen):
     """The optimizer's states of a ZeRO-0 checkpoint.
 
     Attributes:

@@ -10,7 +10,6 @@ Weights are saved as copies, so that a second name of a parameter has bytes of i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from restride.formats.deepspeed._expert_files import open_experts, require_place
 from restride.formats.deepspeed._experts import second_routers
 from restride.formats.deepspeed._native_experts import NativeExpert
 from restride.formats.deepspeed._settings import is_enabled
+from restride.frozen import Frozen
 from restride.wording import which
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertRanks:
+class ExpertRanks(Frozen):
     """What is known of the experts of a run.
 
     Attributes:

@@ -11,11 +11,11 @@ Parameters are numbered from group to group. Nothing says which parameter of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, FormatError
+from restride.frozen import Frozen
 from restride.wording import counted
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ CONSUMED_KEYS: Final = frozenset({_WRAPPED, _MASTERS, _FLAT_MASTERS, "state", _G
 """Keys of the optimizer's dict that become tensors and groups; all others are carried."""
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered:
+class Numbered(Frozen):
     """What the optimizer keeps under one number: of one parameter, or of one flat group.
 
     Attributes:
@@ -74,8 +73,7 @@ class Numbered:
         return next((tensor.shape for _, tensor in _tensors(self.state) if tensor.shape), None)
 
 
-@dataclass(frozen=True, slots=True)
-class WholeFile:
+class WholeFile(Frozen):
     """What one file says of the optimizer.
 
     Attributes:

@@ -9,12 +9,14 @@ storage are one group, and their places in it are their places among the master 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from restride.checkpoint.values import StoredTensor
 from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Place", "find_places", "view_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Frozen):
     """Where a parameter stands in the buffer of its group.
 
     Attributes:

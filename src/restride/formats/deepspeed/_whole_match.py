@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from restride.formats.deepspeed._expert_group_order import said_size
 from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
 from restride.formats.deepspeed._stage_flat import parts_of
 from restride.formats.deepspeed._whole_file import sort_states
 from restride.formats.deepspeed._whole_flat import Place, find_places, view_of
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Hashable, Mapping, Sequence
@@ -28,8 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Found", "Owned", "Source", "Weight", "assign"]
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
+class Owned(Frozen):
     """What the optimizer of one rank keeps of one parameter.
 
     Attributes:
@@ -43,8 +44,7 @@ class Owned:
     others: Mapping[str, Field]
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
+class Weight(Frozen):
     """A parameter as a model has it: one tensor, or the experts of a stack.
 
     Attributes:
@@ -73,8 +73,7 @@ class Weight:
         return witness.stacked_token(self.parts) if self.is_stack else witness.token(self.parts[0])
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Frozen):
     """What one rank saved.
 
     Attributes:
@@ -92,8 +91,7 @@ class Source:
     is_stepped: bool = False
 
 
-@dataclass(slots=True)
-class Found:
+class Found(Struct):
     """What one rank has, under its names.
 
     Attributes:

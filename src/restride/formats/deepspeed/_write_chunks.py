@@ -12,8 +12,9 @@ those of deepspeed 0.19.8 `runtime/zero/stage3.py` and `runtime/zero/partition_p
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import Constructed, GlobalName, SizeValue

@@ -12,7 +12,6 @@ would cut by rows what is cut by columns, without a word (seen with deepspeed 0.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -23,6 +22,7 @@ from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._placement import REPLICATED, ROW_PARALLEL, VOCABULARY, Placement
 from restride.formats.deepspeed.maps import MAP_VERSION
 from restride.formats.deepspeed.maps_out import to_affine_map
+from restride.frozen import Frozen
 from restride.layouts._arguments import find_mesh_axis
 from restride.layouts._runs import read_row_cut
 from restride.layouts._segments import read_segments
@@ -112,8 +112,7 @@ def _shards(layout: Layout) -> list[Shape]:
     return [layout.shard_shape(rank) for rank in range(layout.rank_count)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
+class _Cut(Frozen):
     """How one parameter is cut, as the lists of patterns tell it.
 
     Attributes:

@@ -9,7 +9,6 @@ choose (`runtime/bf16_optimizer.py`), cuts nothing off, and books all padding on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -29,6 +28,7 @@ from restride.formats.deepspeed._write_groups import (
 )
 from restride.formats.deepspeed._write_model import flat_members, ordered
 from restride.formats.deepspeed._writing import FP32, keyed, optimizer_key
+from restride.frozen import Frozen
 from restride.layouts.flat import FlatGroup, zero_group
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ def _base_state(writing: Writing, states: list[dict[Value, Value]]) -> Value:
     return {"state": numbered, "param_groups": param_groups(writing)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffer:
+class _Buffer(Frozen):
     """The flat buffer of a group on one cutter of its spread.
 
     Attributes:

@@ -11,9 +11,10 @@ stages before. An engine finds layers by their numbers and everything else by it
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import OrderedDictValue

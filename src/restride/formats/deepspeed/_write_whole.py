@@ -9,9 +9,10 @@ parameters to the optimizer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import StoredTensor
@@ -23,6 +24,7 @@ from restride.formats.deepspeed._write_groups import scalar_states, states_of
 from restride.formats.deepspeed._write_model import common_entries, module_names, module_of
 from restride.formats.deepspeed._writing import FP32, WEIGHT, keyed, optimizer_key
 from restride.formats.deepspeed.target import DeepSpeedTarget
+from restride.frozen import Frozen
 from restride.layouts.lifting import repeated
 from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft
@@ -46,8 +48,7 @@ _OTHER_CLASSES: Final = frozenset({"amsgrad", "max_coeff"})
 _MOST_NAMED: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(Frozen):
     """What one parameter is in the output.
 
     Attributes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
+
+from msgspec import field
 
 from restride.checkpoint.selection import Selected
 from restride.errors import CorruptError, UnsupportedError
@@ -15,6 +16,7 @@ from restride.formats.deepspeed._settings import is_bf16, is_round_robin, uses_b
 from restride.formats.deepspeed._spread import spread_dense
 from restride.formats.deepspeed._stage_place import StageDraft
 from restride.formats.deepspeed._write_maps import universal_info
+from restride.frozen import Frozen
 from restride.layouts.scaled import scaled_state
 from restride.storage.torch_output import FileDraft
 
@@ -38,8 +40,7 @@ WEIGHT = "weight"
 FP32 = "fp32"
 
 
-@dataclass(frozen=True)
-class Writing:
+class Writing(Frozen, dict=True):
     """One conversion into DeepSpeed's sharded form.
 
     Attributes:

@@ -7,9 +7,10 @@ it was joined, and the state of the optimizer without its arrays (deepspeed 0.19
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Final
+
+from msgspec import field
 
 from restride.checkpoint.values import Constructed, GlobalName
 from restride.errors import CorruptError
@@ -23,6 +24,7 @@ from restride.formats.deepspeed._placement import (
     TWO_SUB_PARAMS,
     VOCABULARY,
 )
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -53,8 +55,7 @@ _GEOMETRY: Final = (
 _SUB_PARAM_CLASS: Final = GlobalName("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
 
 
-@dataclass(frozen=True, slots=True)
-class Companions:
+class Companions(Frozen):
     """What goes with the arrays of a checkpoint into a universal folder.
 
     Attributes:

@@ -10,7 +10,6 @@ box says it is held by must be exactly those that list it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, isfinite, prod
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -23,6 +22,7 @@ from restride.algebra.mesh import as_mesh
 from restride.algebra.piece import Axis, Piece
 from restride.errors import CorruptError, FormatError, LayoutError, UnsupportedError
 from restride.formats.deepspeed._fields import Field, shown
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,8 +50,7 @@ _BOX_KEYS: Final = frozenset({"shape", "source", "dest", "locations", "scale"})
 _MOST_BLOCKS: Final = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
-class _Box:
+class _Box(Frozen):
     """One box of one rank, as stored."""
 
     shape: _Ints
@@ -63,8 +62,7 @@ class _Box:
     scale: Fraction
 
 
-@dataclass(frozen=True, slots=True)
-class _Map:
+class _Map(Frozen):
     """A stored map, typed but not yet believed."""
 
     full_shape: _Ints

@@ -9,10 +9,11 @@ weights and the frozen fragments change places, everything else is as it was.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.checkpoint.selection import select_weights
 from restride.checkpoint.values import OrderedDictValue, SizeValue, StoredTensor

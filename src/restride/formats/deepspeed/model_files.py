@@ -7,9 +7,10 @@ that is no tensor; under ZeRO-3 only shapes and dtypes instead of the weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.checkpoint.catalog import FileEntry, Finding
 from restride.errors import CorruptError, UnsupportedError
@@ -20,6 +21,7 @@ from restride.formats.deepspeed._partitions import Partitions
 from restride.formats.deepspeed._run import open_run
 from restride.formats.deepspeed._state_values import read_values
 from restride.formats.deepspeed._tensors import read_tensors
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -37,8 +39,7 @@ __all__ = ["ModelFiles", "read_model_files"]
 _EXPECTED: Final = frozenset({"missing-file", "no-optimizer", "no-weight"})
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
+class ModelFiles(Frozen):
     """What the model files of a folder say.
 
     Attributes:

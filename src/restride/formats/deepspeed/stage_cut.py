@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
+from msgspec import field
+
 from restride.errors import UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,8 +27,7 @@ _HOW: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StageCut:
+class StageCut(Frozen):
     """How the layers of a pipeline are dealt out.
 
     Attributes:

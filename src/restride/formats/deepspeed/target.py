@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec import field
 
 from restride.algebra.mesh import Mesh
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed.stage_cut import StageCut
+from restride.frozen import Frozen
 
 __all__ = ["DeepSpeedTarget"]
 
@@ -17,8 +19,7 @@ _PARTITIONED_WEIGHTS: Final = 3
 _MOST_RANKS: Final = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class DeepSpeedTarget:
+class DeepSpeedTarget(Frozen):
     """How the engine that resumes will be run.
 
     Attributes:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec import field
+from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Finding
 from restride.errors import CorruptError, ExecutionError, FormatError
 from restride.formats.safetensors.spelling import INDEX_SUFFIX, SUFFIX
+from restride.frozen import Frozen
 from restride.storage.ranges import RangeFile
 from restride.storage.strict_json import parse_object
 from restride.wording import counted
@@ -38,8 +40,7 @@ class _Index(msgspec.Struct, frozen=True):
     metadata: dict[str, object] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class FileSet:
+class FileSet(Frozen):
     """Files that belong together.
 
     Attributes:
@@ -58,8 +59,7 @@ class FileSet:
     is_of_optimizer: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(Frozen):
     """What is to be read.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -14,6 +13,7 @@ from restride.formats.safetensors.spelling import (
     LARGEST_HEADER_NBYTES,
     METADATA_KEY,
 )
+from restride.frozen import Frozen
 from restride.storage.strict_json import converted, parse_object
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_offsets: tuple[_Size, _Size]
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderTensor:
+class HeaderTensor(Frozen):
     """One tensor of a file.
 
     Attributes:
@@ -57,8 +56,7 @@ class HeaderTensor:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Frozen):
     """What a file holds.
 
     Attributes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct, field
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import (
@@ -81,8 +82,7 @@ def read_catalog(path: str | PathLike[str]) -> Catalog:
     )
 
 
-@dataclass(slots=True)
-class _Collected:
+class _Collected(Struct):
     """Everything that the files hold.
 
     Attributes:

@@ -8,7 +8,6 @@ each sub-group its step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -17,6 +16,7 @@ from restride.checkpoint.orders import merged_order
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._fields import Field
+from restride.frozen import Frozen
 from restride.wording import counted
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ _BY_SUB_GROUP: Final = "optimizer_state_dict"
 _GROUPS: Final = "param_groups"
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerState:
+class OptimizerState(Frozen):
     """What the file says.
 
     Attributes:

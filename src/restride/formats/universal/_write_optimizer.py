@@ -6,8 +6,9 @@ partitions of that one rank. No engine looks at these; they are left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
+
+from msgspec import field
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.selection import Selected
@@ -17,6 +18,7 @@ from restride.formats.deepspeed._writing import keyed
 from restride.formats.deepspeed.companions import read_geometry
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
 from restride.formats.universal._steps import different_steps, shared_step
+from restride.frozen import Frozen
 from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft
 
@@ -40,8 +42,7 @@ _OPTIMIZER_STATES: Final = 1
 _PARTITIONED_WEIGHTS: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class SourceState:
+class SourceState(Frozen):
     """The optimizer's state of the source, as far as its own ranks are in it.
 
     Attributes:

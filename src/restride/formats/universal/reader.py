@@ -7,11 +7,12 @@ source cut every parameter, its shape where the file has none (ZeRO-3), and all 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import (

@@ -8,10 +8,10 @@ of them: the classes of CodeGen, Bloom and GPT-2 map ``num_attention_heads`` to 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from restride.errors import RuleError
+from restride.frozen import Frozen
 
 __all__ = ["Settings", "read_settings"]
 
@@ -27,8 +27,7 @@ _QUERY_HEADS: Final = ("num_attention_heads", "num_heads", "n_heads", "n_head", 
 _HIDDEN: Final = ("n_embd", "hidden_size", "d_model")
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Frozen):
     """Numbers of a model that decide how AutoTP cuts it.
 
     Attributes:

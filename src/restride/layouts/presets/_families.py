@@ -9,10 +9,10 @@ held against the layers that the real code builds (`tests/layouts/test_presets.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from restride.frozen import Frozen
 from restride.layouts.presets._match import NamePattern
 from restride.layouts.presets._rules import Rule, check_rule
 
@@ -24,8 +24,7 @@ __all__ = ["FAMILIES", "Family"]
 _Row: TypeAlias = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(Frozen):
     """A model family.
 
     Attributes:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import field
+
 from restride.errors import LayoutError, RuleError
+from restride.frozen import Frozen
 from restride.layouts.catalogue import CATALOGUE, Parameter
 from restride.layouts.replicated import replicated
 from restride.layouts.sizes import autotp_sizes
@@ -54,8 +56,7 @@ LAYOUTS: Final = (*AUTOTP_CUTS, *(n for n in CATALOGUE if n not in {"zero-flat",
 """Layouts that a rule may name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Frozen):
     """One line of a table.
 
     Attributes:

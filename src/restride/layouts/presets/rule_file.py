@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from restride.errors import LayoutError, RuleError
+from restride.frozen import Frozen
 from restride.layouts._arguments import as_shape, find_mesh_axis
 from restride.layouts.presets._config import Settings, read_settings
 from restride.layouts.presets._match import NamePattern
@@ -64,8 +66,7 @@ _RESTS: Final = ("refuse", "whole")
 _CONFIG: Final = "config:"
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(Frozen):
     """The rules of one file.
 
     Attributes:
@@ -79,8 +80,7 @@ class Rules:
     where: str
 
 
-@dataclass(frozen=True, slots=True)
-class Matched:
+class Matched(Frozen):
     """The layout of one parameter, and the rule that gave it.
 
     Attributes:
@@ -233,8 +233,7 @@ def resolved_rules(
     return resolved
 
 
-@dataclass(frozen=True, slots=True)
-class _InConfig:
+class _InConfig(Frozen):
     """A number that stands in the config."""
 
     key: str
