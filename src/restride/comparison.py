@@ -8,11 +8,11 @@ a conversion would choose is looked at; whether the others agree with it is a qu
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from restride.arrays.differences import Tolerance, can_compare
 from restride.arrays.fingerprint import SCRATCH_NBYTES, finish

@@ -17,6 +17,7 @@ from restride.executors.events import NullObserver
 from restride.executors.streaming import StreamingExecutor
 from restride.layouts import replicated, split
 from restride.planning.conversion import plan_conversion
+from restride.planning.fills import Pattern
 from restride.testing.moving import MemoryFiles, job_between, store
 
 SIZE = 4096
@@ -137,7 +138,7 @@ def test_regions_without_bytes_take_none_of_their_neighbours():
     _, plan, _ = planned(rows=3, columns=5)
     empty = type(plan.regions[0])(
         *("none", "weight", plan.regions[0].target_layout, 0, 1, 0, 0),
-        *(DTYPES["uint16"], DTYPES["uint16"], (), 1),
+        *(DTYPES["uint16"], DTYPES["uint16"], Pattern.of(()), (), 1),
     )
     table = BlockTable([plan.regions[0], empty, *plan.regions[1:]], digest_rows=1)
 

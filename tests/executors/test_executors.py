@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride import Axis, Layout, Piece
 from restride.algebra.copies import CopyAt

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride.arrays.differences import Tolerance
 from restride.arrays.fingerprint import SCRATCH_NBYTES, Digester
@@ -78,7 +78,7 @@ def test_a_digest_does_not_depend_on_how_much_is_read_at_one_time(executor, spar
         store(whole_layout((full.size,)), DTYPES["int16"], full),
     ]
     # The smallest budget that works, for steps of any number of elements.
-    budget = SMALLEST + 8 * 1024 + BUFFERS_PER_WORKER * spare
+    budget = SMALLEST + 16 * 1024 + BUFFERS_PER_WORKER * spare
 
     found = digests(executor, *states, budget=budget)
 

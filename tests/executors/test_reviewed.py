@@ -88,7 +88,7 @@ def test_workers_stop_where_the_system_does_not_start_another_thread(monkeypatch
     """The first one is in the middle of its first step when the second cannot be started."""
     source = store(split((1 << 14,), mesh={"tp": 4}), FLOAT, numbers(1 << 14))
     job, sizes = job_between(source, whole_layout((1 << 14,)), FLOAT)
-    budget = BUFFERS_PER_WORKER * 4096 * 2 + 16384
+    budget = BUFFERS_PER_WORKER * 4096 * 2 + 24576
     plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=2)
     assert plan.workers == 2
     runs, started, waited = [], [], []

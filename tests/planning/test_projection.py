@@ -68,7 +68,7 @@ def test_reads_that_are_cut_by_small_buffers_are_counted():
     for source, target in layouts:
         full = np.arange(source.full_numel, dtype=np.uint32)
         state = store(source, DTYPES["float32"], full)
-        for budget in (SMALLEST + 65536, 4 * SMALLEST + 65536, 4 << 20):
+        for budget in (SMALLEST + 131072, 4 * SMALLEST + 65536, 4 << 20):
             plan, found = carried_out(state, target, DTYPES["float32"], budget)
             assert project(plan) == found
             counts.add(found.read_count)
@@ -78,7 +78,7 @@ def test_reads_that_are_cut_by_small_buffers_are_counted():
 def test_of_many_steps_some_are_counted_and_the_rest_is_like_them():
     source, target = whole_layout((128, 4096)), split((128, 4096), mesh={"tp": 2}, dim=1)
     state = store(source, DTYPES["float32"], np.arange(128 * 4096, dtype=np.uint32))
-    plan, found = carried_out(state, target, DTYPES["float32"], SMALLEST + 65536)
+    plan, found = carried_out(state, target, DTYPES["float32"], SMALLEST + 131072)
     assert plan.step_count > 200
 
     some = project(plan, most_steps=100)

@@ -166,16 +166,21 @@ def _lines(output: Output, plan: Plan) -> Iterator[bytes]:
         for start, literal in file.literals:
             yield repr((start, len(literal))).encode()
             yield literal
+    walks: dict[int, list[list[str]]] = {}
     for region in plan.regions:
-        yield repr(
-            (
-                *(region.tensor, region.state, region.target_rank, region.target_file),
-                *(region.target_start_nbytes, region.numel, region.replicas),
-                *(region.source_dtype.name, region.target_dtype.name),
-                [
-                    (fill.agreeing, source.rank, source.file, source.start_nbytes, source.walks)
-                    for fill in region.fills
-                    for source in fill.sources
-                ],
-            )
-        ).encode()
+        known = walks.get(id(region.pattern))
+        if known is None:
+            known = [[repr(source.walks) for source in fill.sources] for fill in region.fills]
+            walks[id(region.pattern)] = known
+        fills = [
+            f"({fill.agreeing}, {source.rank}, {place.file}, {place.start_nbytes}, {text})"
+            for fill, texts in zip(region.fills, known, strict=True)
+            for source, text in zip(fill.sources, texts, strict=True)
+            for place in (region.place(source.rank),)
+        ]
+        head = (
+            *(region.tensor, region.state, region.target_rank, region.target_file),
+            *(region.target_start_nbytes, region.numel, region.replicas),
+            *(region.source_dtype.name, region.target_dtype.name),
+        )
+        yield f"{repr(head)[:-1]}, [{', '.join(fills)}])".encode()

@@ -8,10 +8,9 @@ that were mixed up, although every number of every header agrees.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from restride.algebra.coverage import replication
 from restride.arrays.differences import Tolerance
@@ -201,7 +200,7 @@ def spot_check_masters(catalog: Catalog, *, budget_nbytes: int) -> tuple[Finding
     return tuple(
         finding
         if finding.details["dtype"] != finding.details["master_dtype"]
-        else structs.replace(finding, severity="warning")
+        else replace(finding, severity="warning")
         for finding in _findings(catalog, plans, writer.found)
     )
 
@@ -227,7 +226,7 @@ def _spots(plan: Plan) -> Iterator[tuple[RegionPlan, int]]:
     for region in plan.regions:
         for fill in region.fills:
             place = region, fill.target_range.start
-            by_file.setdefault(fill.sources[0].file, []).append(place)
+            by_file.setdefault(region.place(fill.sources[0].rank).file, []).append(place)
     for places in by_file.values():
         yield from _few(places)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, TypeAlias, assert_never
+from math import prod
+from typing import TYPE_CHECKING, Final, assert_never
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from restride.algebra.compose import compose
 from restride.algebra.copies import CopyAt, require_copies
@@ -23,10 +25,11 @@ from restride.errors import (
     RestrideError,
     UnsupportedError,
 )
-from restride.planning.plan import BUFFERS_PER_WORKER, Fill, Plan, RegionPlan, Source
+from restride.planning.fills import Fill, Pattern, Source
+from restride.planning.plan import BUFFERS_PER_WORKER, Plan, RegionPlan
 from restride.planning.replicas import Way, blocks_of_target
 from restride.planning.scales import factor_of
-from restride.planning.sharing import families, shared_row
+from restride.planning.sharing import families
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,10 +53,14 @@ _SMALLEST_BUFFER_NBYTES: Final = 1 << 12
 # has buffers; casts between the 16-bit types go by way of float32. Measured, see tests/executors.
 _COMPARED_ITEMSIZE: Final = 16
 _CAST_ITEMSIZE: Final = 4
+# Python objects of a region, and of a walk of a pattern or of a step. A region takes 190 bytes, and
+# a walk of a flat partition 290 in a pattern and 200 in a step: more with more loops.
+_REGION_NBYTES: Final = 256
+_WALK_NBYTES: Final = 640
+_WHOLE: Final = Mesh((("whole", 1),))
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Struct, frozen=True):
     """One state of one tensor, and where it goes.
 
     Attributes:
@@ -86,12 +93,9 @@ def whole_layout(shape: tuple[int, ...]) -> Layout:
         >>> whole_layout((2, 3)).all_pieces[0].numel
         6
     """
-    mesh = Mesh((("whole", 1),))
-    layout = Layout(mesh, shape, ((1, shape),), ())
-    if not layout.full_numel:
-        return layout
-    axes = (Axis(layout.full_numel, 1, 0, 1),) if layout.full_numel > 1 else ()
-    return Layout(mesh, shape, layout.shard_shapes, (Piece(axes),))
+    numel = prod(shape)
+    axes = (Axis(numel, 1, 0, 1),) if numel > 1 else ()
+    return Layout(_WHOLE, shape, ((1, shape),), (Piece(axes),) if numel else ())
 
 
 def plan_conversion(
@@ -123,13 +127,7 @@ def plan_conversion(
     Cost:
         O(transfers), and for each two layouts that differ one `compose`. Never walks elements.
     """
-    regions: list[RegionPlan] = []
-    match = cache(_Match)
-    for job in jobs:
-        try:
-            regions.extend(_regions(job, match))
-        except RestrideError as error:
-            raise error.located(f"tensor {job.tensor!r}, state {job.state!r}") from error.__cause__
+    regions = _all_regions(jobs, _Patterns())
     regions.sort(key=lambda region: (region.target_file, region.target_start_nbytes))
     _require_apart(regions)
     return _sized(files, regions, budget_nbytes, workers)
@@ -156,19 +154,14 @@ def plan_comparison(
     Raises:
         BudgetError, CoverageError, UnsupportedError: As for `plan_conversion`.
     """
-    regions: list[RegionPlan] = []
-    match = cache(_Match)
-    for tensor, state, entry in states:
-        layout = whole_layout(entry.layout.full_shape)
-        job = Job(tensor, state, entry, layout, (Region(-1, 0),), entry.dtype, "first", "compare")
-        try:
-            (region,) = _regions(job, match)
-        except RestrideError as error:
-            raise error.located(f"tensor {tensor!r}, state {state!r}") from error.__cause__
-        fills = tuple(fill for fill in region.fills if len(fill.sources) > 1)
-        if fills:
-            regions.append(replace(region, fills=fills))
-    return _sized(files, regions, budget_nbytes, workers)
+    place = (Region(-1, 0),)
+    jobs = (
+        Job(*(tensor, state, entry), whole, place, entry.dtype, "first", "compare")
+        for tensor, state, entry in states
+        for whole in (whole_layout(entry.layout.full_shape),)
+    )
+    regions = _all_regions(jobs, _Patterns(_compared))
+    return _sized(files, [region for region in regions if region.fills], budget_nbytes, workers)
 
 
 def plan_reading(
@@ -195,94 +188,143 @@ def plan_reading(
     Raises:
         BudgetError, CoverageError, UnsupportedError: As for `plan_conversion`.
     """
-    regions: list[RegionPlan] = []
-    match = cache(_Match)
-    for number, (tensor, state, entry) in enumerate(states):
-        dtype = entry.dtype if dtypes is None else dtypes[number]
-        layout = whole_layout(entry.layout.full_shape)
-        place = (Region(number, 0),)
-        job = Job(tensor, state, entry, layout, place, dtype, "first", "read")
-        try:
-            (region,) = _regions(job, match)
-        except RestrideError as error:
-            raise error.located(f"tensor {tensor!r}, state {state!r}") from error.__cause__
-        chosen = tuple(Fill(fill.sources[:1], scale=fill.scale) for fill in region.fills)
-        regions.append(replace(region, fills=chosen))
-    return _sized(files, regions, budget_nbytes, workers)
+    types = [entry.dtype for _, _, entry in states] if dtypes is None else dtypes
+    jobs = (
+        Job(*(tensor, state, entry), whole, (Region(number, 0),), dtype, "first", "read")
+        for number, ((tensor, state, entry), dtype) in enumerate(zip(states, types, strict=True))
+        for whole in (whole_layout(entry.layout.full_shape),)
+    )
+    return _sized(files, _all_regions(jobs, _Patterns(_chosen)), budget_nbytes, workers)
 
 
-_Matcher: TypeAlias = "Callable[[Layout, Layout], _Match]"
+def _compared(fills: Iterable[Fill]) -> tuple[Fill, ...]:
+    """Those that more than one rank holds."""
+    return tuple(fill for fill in fills if len(fill.sources) > 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+def _chosen(fills: Iterable[Fill]) -> tuple[Fill, ...]:
+    """All of them, with the one place that is read."""
+    return tuple(Fill(fill.sources[:1], scale=fill.scale) for fill in fills)
+
+
+class _Part(Struct, frozen=True):
     """A block, and the copies of it that can be read.
 
     Attributes:
         scale: That of the copies: none where there is an exact one, else the simplest.
-        copies: (source rank, walks) of every copy with this scale: others are not bit for bit the
-            same. The first is the one to read.
+        copies: Every copy with this scale: others are not bit for bit the same. The first is the
+            one to read.
         is_held_once: Whether one rank alone holds the block.
     """
 
     scale: Fraction
-    copies: tuple[tuple[int, tuple[Walk, ...]], ...]
+    copies: tuple[Source, ...]
     is_held_once: bool
 
 
-class _Match:
-    """What two layouts have in common.
+class _Patterns:
+    """What fills the regions of a plan.
 
-    The layers of a model are cut alike, and so are the states of a parameter: planning keeps these
-    by the layouts, so that each two of them are matched once, whatever the number of tensors.
+    The layers of a model are cut alike, and so are the states of a parameter: each two layouts are
+    matched once, whatever the number of tensors, and their regions share what fills them.
+
+    Args:
+        kept: Which of the fills are needed, and which of their sources.
     """
 
-    def __init__(self, target: Layout, source: Layout) -> None:
-        self._relation = compose(target, source)
-        self._parts: dict[int, tuple[_Part, ...]] = {}
+    def __init__(self, kept: Callable[[Iterable[Fill]], tuple[Fill, ...]] = tuple) -> None:
+        self._kept = kept
+        self._matches: dict[tuple[Layout, Layout], _Match] = {}
 
-    def parts(self, rank: int) -> tuple[_Part, ...]:
-        """What one target rank is made of: parts that together fill all of its elements.
+    def match(self, job: Job) -> _Match:
+        """What the layouts of a job have in common."""
+        key = job.target_layout, job.source.layout
+        found = self._matches.get(key)
+        if found is None:
+            found = self._matches[key] = _Match(*key, self._kept)
+        return found
+
+
+class _Match:
+    """What two layouts have in common."""
+
+    def __init__(
+        self,
+        target: Layout,
+        source: Layout,
+        kept: Callable[[Iterable[Fill]], tuple[Fill, ...]],
+    ) -> None:
+        self._relation = compose(target, source)
+        self._kept = kept
+        self._patterns: dict[tuple[object, ...], tuple[Pattern, frozenset[int]]] = {}
+        # Without a scale, states and types make no difference.
+        self._is_scaled = any(t.scale != 1 for t in self._relation.descriptors)
+
+    def pattern(self, job: Job, rank: int) -> tuple[Pattern, frozenset[int]]:
+        """What fills the shard of one target rank, and all source ranks that have of it.
 
         Raises:
             CoverageError: The source lacks elements.
             LayoutError: The blocks are not those that the target needs.
-            UnsupportedError: A source shard holds an element too many times.
+            PlanError: The ranks whose copies were chosen hold none of some elements.
+            UnsupportedError: A source shard holds an element too many times, or the state cannot
+                follow the scale.
         """
-        if rank not in self._parts:
-            source = self._relation.source
-            blocks = blocks_of_target(self._relation, rank)
-            needed = sum(piece.numel for piece in self._relation.target.pieces(rank))
-            found = sum(block.numel for block in blocks)
-            if found != needed:
-                verdict = prove(source, side="full")
-                if isinstance(verdict, Hole):
-                    raise CoverageError(explain(verdict, source), verdict=verdict)
-                raise LayoutError(
-                    f"the source fills {found} elements of a target that needs {needed}"
-                )
-            self._parts[rank] = tuple(_part(block, source.mesh) for block in blocks)
-        return self._parts[rank]
+        scaled = (job.state, job.source.dtype, job.use) if self._is_scaled else ()
+        key = (rank, job.replicas, *scaled)
+        found = self._patterns.get(key)
+        if found is None:
+            parts = self._parts(rank)
+            fills = self._kept(_fills(job, parts, rank))
+            ranks = frozenset(copy.rank for part in parts for copy in part.copies)
+            found = self._patterns[key] = Pattern.of(fills), ranks
+        return found
+
+    def _parts(self, rank: int) -> tuple[_Part, ...]:
+        """What a target rank is made of: parts that together fill all of its elements."""
+        source = self._relation.source
+        blocks = blocks_of_target(self._relation, rank)
+        needed = sum(piece.numel for piece in self._relation.target.pieces(rank))
+        found = sum(block.numel for block in blocks)
+        if found != needed:
+            verdict = prove(source, side="full")
+            if isinstance(verdict, Hole):
+                raise CoverageError(explain(verdict, source), verdict=verdict)
+            raise LayoutError(f"the source fills {found} elements of a target that needs {needed}")
+        return tuple(_part(block, source.mesh) for block in blocks)
 
 
 def _part(block: Block, mesh: Mesh) -> _Part:
     scale = _chosen_scale(block)
     alike = [way for way in block.ways if way.scale == scale]
     placed = sorted(_placed(alike), key=lambda pair: _order(mesh, *pair))
-    copies = tuple((rank, tuple(map(_without_full, way.walks))) for rank, way in placed)
+    copies = tuple(Source(rank, tuple(map(_without_full, way.walks))) for rank, way in placed)
     return _Part(scale, copies, len(block.holders) == 1)
 
 
-def _regions(job: Job, match: _Matcher) -> Iterator[RegionPlan]:
+def _all_regions(jobs: Iterable[Job], patterns: _Patterns) -> list[RegionPlan]:
+    regions: list[RegionPlan] = []
+    for job in jobs:
+        try:
+            regions.extend(_regions(job, patterns))
+        except RestrideError as error:
+            raise error.located(f"tensor {job.tensor!r}, state {job.state!r}") from error.__cause__
+    return regions
+
+
+def _regions(job: Job, patterns: _Patterns) -> Iterator[RegionPlan]:
     if job.source.layout.unit_bits is not None or job.target_layout.unit_bits is not None:
         raise UnsupportedError(
             "units of less than an element cannot be converted between files yet"
         )
-    found = match(job.target_layout, job.source.layout)
-    for rank, region in enumerate(job.target_regions):
-        if region is not None:
-            fills = tuple(_fills(job, found.parts(rank), rank))
-            yield _region(job, rank, region, fills)
+    match = patterns.match(job)
+    for rank, place in enumerate(job.target_regions):
+        if place is not None:
+            pattern, ranks = match.pattern(job, rank)
+            region = _region(job, rank, place, pattern)
+            for source_rank in ranks:
+                region.place(source_rank)
+            yield region
         elif job.target_layout.pieces(rank):
             raise PlanError(f"rank {rank} of the target holds elements, but has no place for them")
 
@@ -299,18 +341,19 @@ def _require_apart(regions: Sequence[RegionPlan]) -> None:
             )
 
 
-def _region(job: Job, rank: int, region: Region, fills: tuple[Fill, ...]) -> RegionPlan:
+def _region(job: Job, rank: int, place: Region, pattern: Pattern) -> RegionPlan:
     return RegionPlan(
         tensor=job.tensor,
         state=job.state,
         target_layout=job.target_layout,
         target_rank=rank,
-        target_file=region.file,
-        target_start_nbytes=region.start_nbytes,
+        target_file=place.file,
+        target_start_nbytes=place.start_nbytes,
         numel=job.target_layout.shard_numel(rank),
         source_dtype=job.source.dtype,
         target_dtype=job.target_dtype,
-        fills=fills,
+        pattern=pattern,
+        places=job.source.regions,
         step_numel=1,
         replicas="check" if job.replicas == "own" else job.replicas,
     )
@@ -318,13 +361,14 @@ def _region(job: Job, rank: int, region: Region, fills: tuple[Fill, ...]) -> Reg
 
 def _fills(job: Job, parts: Iterable[_Part], rank: int) -> Iterator[Fill]:
     for part in parts:
-        fill = _decided(job, rank, part, tuple(_sources(job.source, part)))
+        fill = _decided(job, rank, part)
         factor = factor_of(job.state, part.scale, job.source.dtype, job.use)
         yield replace(fill, scale=factor) if factor != 1 else fill
 
 
-def _decided(job: Job, rank: int, part: _Part, sources: tuple[Source, ...]) -> Fill:
+def _decided(job: Job, rank: int, part: _Part) -> Fill:
     """Put the source that was chosen first, and say which others must hold the same."""
+    sources = part.copies
     match job.replicas:
         case "check":
             return Fill(sources, len(sources))
@@ -370,14 +414,6 @@ def _chosen_scale(block: Block) -> Fraction:
     return min(scales, key=lambda scale: (scale != 1, not is_rounded_once(scale), scale))
 
 
-def _sources(entry: StateEntry, part: _Part) -> Iterator[Source]:
-    for rank, walks in part.copies:
-        region = entry.regions[rank]
-        if region is None:
-            raise LayoutError(f"rank {rank} holds elements, but the catalog has no place for them")
-        yield Source(rank, region.file, region.start_nbytes, walks)
-
-
 def _placed(ways: list[Way]) -> Iterator[tuple[int, Way]]:
     return ((rank, way) for way in ways for rank in way.ranks)
 
@@ -403,41 +439,47 @@ def _sized(
     files: Sequence[FileEntry], regions: list[RegionPlan], budget_nbytes: int, workers: int
 ) -> Plan:
     """Choose buffers and workers that fit the budget, and cut the regions to match."""
-    plan = Plan(tuple(file.name for file in files), tuple(regions), 0, 0)
-    left = budget_nbytes - plan.projected_nbytes
-    if left < BUFFERS_PER_WORKER * _SMALLEST_BUFFER_NBYTES:
-        needed = plan.projected_nbytes + BUFFERS_PER_WORKER * _SMALLEST_BUFFER_NBYTES
-        raise BudgetError(needed_nbytes=needed, budget_nbytes=budget_nbytes)
-    workers = max(1, min(workers, left // (BUFFERS_PER_WORKER * _SMALLEST_BUFFER_NBYTES)))
-    buffer = min(_LARGEST_BUFFER_NBYTES, left // (BUFFERS_PER_WORKER * workers))
+    kept, step = _objects_nbytes(regions)
+    left, least = budget_nbytes - kept, BUFFERS_PER_WORKER * _SMALLEST_BUFFER_NBYTES + step
+    if left < least:
+        raise BudgetError(needed_nbytes=kept + least, budget_nbytes=budget_nbytes)
+    workers = max(1, min(workers, left // least))
+    buffer = min(_LARGEST_BUFFER_NBYTES, (left // workers - step) // BUFFERS_PER_WORKER)
     buffer -= buffer % _SMALLEST_BUFFER_NBYTES
     sharing = {number for family in families(regions) if len(family) > 1 for number in family}
-    cut = tuple(
-        replace(region, step_numel=_step_numel(region, buffer, shares=number in sharing))
-        for number, region in enumerate(regions)
+    for number, region in enumerate(regions):
+        numel = _step_numel(region, buffer, shares=number in sharing)
+        regions[number] = replace(region, step_numel=numel)
+    names = tuple(file.name for file in files)
+    return Plan(names, tuple(regions), buffer, workers, kept + workers * step)
+
+
+def _objects_nbytes(regions: Sequence[RegionPlan]) -> tuple[int, int]:
+    """Memory that regions take with their patterns, and that a worker takes for a bundle."""
+    patterns = {id(region.pattern): region.pattern.walk_count for region in regions}
+    bundle = max(
+        (
+            sum([regions[number].pattern.walk_count for number in family])
+            for family in families(regions)
+        ),
+        default=0,
     )
-    return Plan(plan.source_files, cut, buffer, workers)
+    kept = _REGION_NBYTES * len(regions) + _WALK_NBYTES * sum(patterns.values())
+    return kept, _WALK_NBYTES * bundle
 
 
 def _step_numel(region: RegionPlan, buffer_nbytes: int, *, shares: bool) -> int:
+    pattern = region.pattern
     itemsize = max(region.source_dtype.itemsize_nbytes, region.target_dtype.itemsize_nbytes)
     if region.source_dtype != region.target_dtype:
         itemsize = max(itemsize, _CAST_ITEMSIZE)
-    if any(len(fill.sources) > 1 or fill.scale != 1 for fill in region.fills):
+    if not pattern.is_moved:
         itemsize = max(itemsize, _COMPARED_ITEMSIZE)
     most = max(1, buffer_nbytes // itemsize)
-    if shares and (row := shared_row(region)) is not None:
+    if shares and pattern.row is not None:
         # So that a buffer takes the rows of the source, which have parts of several targets.
-        target, source = row
-        rows = buffer_nbytes // (source * region.source_dtype.itemsize_nbytes)
-        most = min(most, max(1, rows) * target)
+        rows = buffer_nbytes // (pattern.row.source_numel * region.source_dtype.itemsize_nbytes)
+        most = min(most, max(1, rows) * pattern.row.target_numel)
     # Cut where the outermost loops of the fills turn over, so that a step meets whole rows.
-    pitches = (
-        digit[1]
-        for fill in region.fills
-        for walk in fill.sources[0].walks
-        for digit in walk.digits
-        if 0 < digit[1] <= most
-    )
-    pitch = max(pitches, default=1)
+    pitch = max([pitch for pitch in pattern.pitches if pitch <= most], default=1)
     return most - most % pitch

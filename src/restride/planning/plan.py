@@ -8,12 +8,15 @@ first byte moves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
 from restride.algebra._digits import Walk, restrict
-from restride.errors import BudgetError
+from restride.errors import LayoutError
+from restride.planning.fills import numel_of, walks_within
 from restride.planning.sharing import lanes
 
 if TYPE_CHECKING:
@@ -21,16 +24,16 @@ if TYPE_CHECKING:
 
     from restride.algebra.copies import Replicas
     from restride.algebra.layout import Layout
+    from restride.checkpoint.catalog import Region
     from restride.checkpoint.dtypes import DType
+    from restride.planning.fills import Fill, Pattern, Reach
 
 __all__ = [
     "BUFFERS_PER_WORKER",
     "Chunk",
     "Copy",
-    "Fill",
     "Plan",
     "RegionPlan",
-    "Source",
     "Step",
     "StepFill",
 ]
@@ -38,19 +41,15 @@ __all__ = [
 # What a worker holds at one time: the step, a replica to compare it with, the span of a strided
 # read, the same step in another dtype, and four temporaries while differences are computed.
 BUFFERS_PER_WORKER: Final = 8
-# Python objects of one walk of a plan: 380 bytes on a Llama at TP2 x DP2, more with more loops.
-_WALK_NBYTES: Final = 1024
-
-
 # Work on a step costs as much as some ten kilobytes: where no buffer has to hold it, it is longer.
 _STREAMED_NBYTES: Final = 4 << 20
 _SHORTEST_RUN_NBYTES: Final = 64 << 10
 # What is read stays in the core's cache until it is digested and written.
 _CHUNK_NBYTES: Final = 128 << 10
+_ONE: Final = Fraction(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(Struct, frozen=True):
     """A strided block of bytes from a source file into the buffer of a step.
 
     Attributes:
@@ -69,49 +68,7 @@ class Copy:
     run_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One place where the elements of a fill can be read.
-
-    Attributes:
-        rank: Source rank that holds them.
-        file: Index of the source file.
-        start_nbytes: Byte of the file where that rank's shard starts.
-        walks: Walks over (target element of the region, source element of the shard).
-    """
-
-    rank: int
-    file: int
-    start_nbytes: int
-    walks: tuple[Walk, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """Elements of a region and every replica of them.
-
-    Attributes:
-        sources: Every place where they are, the chosen one first.
-        agreeing: How many sources, from the first on, must hold the same; the others may differ.
-        scale: Exact factor: the target is what is read times this, rounded once.
-    """
-
-    sources: tuple[Source, ...]
-    agreeing: int = 1
-    scale: Fraction = Fraction(1)
-
-    @property
-    def target_range(self) -> range:
-        """Smallest range of region elements that contains the fill."""
-        bounds = [
-            (walk.bases[0], walk.bases[0] + sum((d[0] - 1) * d[1] for d in walk.digits))
-            for walk in self.sources[0].walks
-        ]
-        return range(min(low for low, _ in bounds), max(high for _, high in bounds) + 1)
-
-
-@dataclass(frozen=True, slots=True)
-class StepFill:
+class StepFill(Struct, frozen=True):
     """The part of a fill that is in one step.
 
     Attributes:
@@ -122,7 +79,7 @@ class StepFill:
 
     copies: tuple[tuple[int, tuple[Copy, ...]], ...]
     agreeing: int
-    scale: Fraction = Fraction(1)
+    scale: Fraction = _ONE
 
 
 class Chunk(NamedTuple):
@@ -141,8 +98,7 @@ class Chunk(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """Elements [start, stop) of a region, and how to fill them.
 
     Attributes:
@@ -192,8 +148,7 @@ class Step:
                     at = end
 
 
-@dataclass(frozen=True, slots=True)
-class RegionPlan:
+class RegionPlan(Struct, frozen=True):
     """One contiguous run of elements in one target file.
 
     Attributes:
@@ -206,12 +161,13 @@ class RegionPlan:
         numel: Number of elements.
         source_dtype: Type of the elements as they are read.
         target_dtype: Type of the elements as they are written; a cast where it differs.
-        fills: Where they come from. What no fill reaches is padding, and zero.
+        pattern: Which elements of which source ranks they are.
+        places: Where the shard of each source rank is, as the catalog says.
         step_numel: Elements that a buffer takes, and of one step; the last may be shorter.
         replicas: What was decided for elements that more than one rank holds.
         streamed_numel: Elements of one step where every element is read as it is, from one place,
             in long runs: such a step goes through a buffer in `Step.chunks`, and may be larger
-            than one. 0 where a step is put together in the buffer.
+            than one. 0 where a step is put together in the buffer. It follows from the others.
     """
 
     tensor: str
@@ -223,17 +179,39 @@ class RegionPlan:
     numel: int
     source_dtype: DType
     target_dtype: DType
-    fills: tuple[Fill, ...]
+    pattern: Pattern
+    places: tuple[Region | None, ...]
     step_numel: int
     replicas: Replicas = "check"
-    streamed_numel: int = field(init=False, compare=False)
+    streamed_numel: int = 0
 
     def __post_init__(self) -> None:
-        """Find out whether the region can be streamed; that follows from the other attributes."""
-        numel = 0
-        if self.source_dtype == self.target_dtype and self.numel and _is_plain(self):
+        """Find out whether the region can be streamed."""
+        numel, runs = 0, self.pattern.run_count
+        if (
+            runs
+            and self.pattern.numel == self.numel
+            and self.nbytes >= runs * _SHORTEST_RUN_NBYTES
+            and self.source_dtype == self.target_dtype
+        ):
             numel = max(1, _STREAMED_NBYTES // self.target_dtype.itemsize_nbytes)
-        object.__setattr__(self, "streamed_numel", numel)
+        force_setattr(self, "streamed_numel", numel)
+
+    @property
+    def fills(self) -> tuple[Fill, ...]:
+        """What its elements come from, in the elements of the shards."""
+        return self.pattern.fills
+
+    def place(self, rank: int) -> Region:
+        """Where the shard of a source rank is.
+
+        Raises:
+            LayoutError: It is nowhere.
+        """
+        place = self.places[rank]
+        if place is None:
+            raise LayoutError(f"rank {rank} holds elements, but the catalog has no place for them")
+        return place
 
     @property
     def nbytes(self) -> int:
@@ -273,15 +251,16 @@ class RegionPlan:
         Cost:
             O(fills that meet the step) each. Never walks elements.
         """
-        waiting = [(fill.target_range, fill) for fill in self.fills]
-        waiting.sort(key=lambda found: -found[0].start)
-        active: list[tuple[range, Fill]] = []
-        for start in _starts(self.numel, self.pitch_numel, wanted):
-            stop = min(start + self.pitch_numel, self.numel)
-            while waiting and waiting[-1][0].start < stop:
-                active.append(waiting.pop())
-            active = [found for found in active if found[0].stop > start]
-            yield self._step(start, stop, [fill for _, fill in active])
+        reaches, pitch = self.pattern.reaches, self.pitch_numel
+        met = 0
+        active: list[Reach] = []
+        for start in _starts(self.numel, pitch, wanted):
+            stop = min(start + pitch, self.numel)
+            while met < len(reaches) and reaches[met].start < stop:
+                active.append(reaches[met])
+                met += 1
+            active = [reach for reach in active if reach.stop > start]
+            yield self._step(start, stop, active)
 
     def step(self, start: int, stop: int) -> Step:
         """One step that fills the elements [start, stop), wherever `steps` would cut.
@@ -289,48 +268,40 @@ class RegionPlan:
         Cost:
             O(fills). Never walks elements.
         """
-        return self._step(start, stop, self.fills)
+        return self._step(start, stop, self.pattern.reaches)
 
-    def _step(self, start: int, stop: int, active: Sequence[Fill]) -> Step:
+    def _step(self, start: int, stop: int, reaches: Sequence[Reach]) -> Step:
         fills = []
         filled = 0
-        for fill in active:
-            restricted = [_restrict_all(source.walks, start, stop) for source in fill.sources]
-            if restricted[0]:
-                filled += sum(_numel(walk) for walk in restricted[0])
-                copies = tuple(
-                    (source.rank, tuple(self._copy(source, walk, start) for walk in walks))
-                    for source, walks in zip(fill.sources, restricted, strict=True)
-                )
-                fills.append(StepFill(copies, fill.agreeing, fill.scale))
+        for low, high, whole, fill in reaches:
+            if start <= low and high <= stop:
+                numel = whole
+                parts: list[Sequence[Walk]] = [source.walks for source in fill.sources]
+            else:
+                parts = [walks_within(source.walks, start, stop) for source in fill.sources]
+                numel = numel_of(parts[0])
+            if numel:
+                filled += numel
+                copies = [
+                    (source.rank, self._copies(source.rank, walks, start))
+                    for source, walks in zip(fill.sources, parts, strict=True)
+                ]
+                fills.append(StepFill(tuple(copies), fill.agreeing, fill.scale))
         return Step(self, start, stop, tuple(fills), filled == stop - start)
 
-    def _copy(self, source: Source, walk: Walk, step_start: int) -> Copy:
-        itemsize = self.source_dtype.itemsize_nbytes
-        target, source_index = walk.bases
-        run = 1
-        axes: list[tuple[int, int, int]] = []
-        for extent, target_stride, source_stride in walk.digits:
-            if target_stride == source_stride == 1:
-                run = extent
-            elif source_stride < 0:
-                # Files are read forwards; the buffer is in memory and may be filled backwards.
-                target += (extent - 1) * target_stride
-                source_index += (extent - 1) * source_stride
-                axes.append((extent, -source_stride * itemsize, -target_stride * itemsize))
-            else:
-                axes.append((extent, source_stride * itemsize, target_stride * itemsize))
-        return Copy(
-            file=source.file,
-            source_start_nbytes=source.start_nbytes + source_index * itemsize,
-            target_start_nbytes=(target - step_start) * itemsize,
-            axes=tuple(sorted(axes, key=lambda axis: (-axis[1], -abs(axis[2])))),
-            run_nbytes=run * itemsize,
-        )
+    def _copies(self, rank: int, walks: Iterable[Walk], step_start: int) -> tuple[Copy, ...]:
+        """What is read of the shard of one rank."""
+        place, itemsize = self.place(rank), self.source_dtype.itemsize_nbytes
+        copies = []
+        for walk in walks:
+            target, source, axes, run = _strided(walk, itemsize)
+            source_start = place.start_nbytes + source * itemsize
+            target_start = (target - step_start) * itemsize
+            copies.append(Copy(place.file, source_start, target_start, axes, run * itemsize))
+        return tuple(copies)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """Everything an executor needs to know.
 
     Attributes:
@@ -338,17 +309,19 @@ class Plan:
         regions: What to write, in target order.
         buffer_nbytes: Size of one buffer.
         workers: Steps that may run at one time.
+        objects_nbytes: Memory that regions, patterns and steps take, at most.
     """
 
     source_files: tuple[str, ...]
     regions: tuple[RegionPlan, ...]
     buffer_nbytes: int
     workers: int
+    objects_nbytes: int = 0
 
     @property
     def projected_nbytes(self) -> int:
         """Upper bound of the memory that buffers and the plan itself take, in bytes."""
-        return self.workers * BUFFERS_PER_WORKER * self.buffer_nbytes + _plan_nbytes(self.regions)
+        return self.workers * BUFFERS_PER_WORKER * self.buffer_nbytes + self.objects_nbytes
 
     @property
     def step_count(self) -> int:
@@ -373,22 +346,28 @@ class Plan:
                 first, *others = fill.sources
                 for other in others:
                     key = region.tensor, region.state, (first.rank, other.rank)
-                    found[key] = found.get(key, 0) + sum(map(_numel, other.walks))
+                    found[key] = found.get(key, 0) + numel_of(other.walks)
         return found
 
 
-def _is_plain(region: RegionPlan) -> bool:
-    """Whether all elements are read as they are, from one place, in long runs."""
-    runs = numel = 0
-    for fill in region.fills:
-        if len(fill.sources) > 1 or fill.scale != 1:
-            return False
-        for walk in fill.sources[0].walks:
-            if walk.digits and (len(walk.digits) > 1 or walk.digits[0][1:] != (1, 1)):
-                return False
-            runs += 1
-            numel += walk.numel
-    return numel == region.numel and region.nbytes >= runs * _SHORTEST_RUN_NBYTES
+def _strided(walk: Walk, itemsize: int) -> tuple[int, int, tuple[tuple[int, int, int], ...], int]:
+    """(target base, source base, axes in bytes as in `Copy`, elements of a run) of a walk."""
+    target, source = walk.bases
+    run = 1
+    axes: list[tuple[int, int, int]] = []
+    for extent, target_stride, source_stride in walk.digits:
+        if target_stride == source_stride == 1:
+            run = extent
+        elif source_stride < 0:
+            # Files are read forwards; the buffer is in memory and may be filled backwards.
+            target += (extent - 1) * target_stride
+            source += (extent - 1) * source_stride
+            axes.append((extent, -source_stride * itemsize, -target_stride * itemsize))
+        else:
+            axes.append((extent, source_stride * itemsize, target_stride * itemsize))
+    if len(axes) > 1:
+        axes.sort(key=lambda axis: (-axis[1], -abs(axis[2])))
+    return target, source, tuple(axes), run
 
 
 def _starts(numel: int, step_numel: int, wanted: Iterable[range] | None) -> Iterator[int]:
@@ -399,33 +378,3 @@ def _starts(numel: int, step_numel: int, wanted: Iterable[range] | None) -> Iter
         for start in range(first, min(part.stop, numel), step_numel):
             yield start
             done = start + step_numel
-
-
-def _plan_nbytes(regions: tuple[RegionPlan, ...]) -> int:
-    return _WALK_NBYTES * sum(
-        1 + sum(len(source.walks) for source in fill.sources)
-        for region in regions
-        for fill in region.fills
-    )
-
-
-def require_budget(plan: Plan, budget_nbytes: int) -> Plan:
-    """Return the plan if it fits the budget.
-
-    Raises:
-        BudgetError: It does not.
-    """
-    if plan.projected_nbytes > budget_nbytes:
-        raise BudgetError(needed_nbytes=plan.projected_nbytes, budget_nbytes=budget_nbytes)
-    return plan
-
-
-def _restrict_all(walks: tuple[Walk, ...], start: int, stop: int) -> list[Walk]:
-    return [part for walk in walks for part in restrict(walk, start, stop)]
-
-
-def _numel(walk: Walk) -> int:
-    numel = 1
-    for digit in walk.digits:
-        numel *= digit[0]
-    return numel

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from restride.planning.plan import Copy, Fill, RegionPlan, Step
+    from restride.planning.fills import Row
+    from restride.planning.plan import Copy, RegionPlan, Step
 
 __all__ = [
     "Span",
@@ -25,7 +26,6 @@ __all__ = [
     "families",
     "is_dense",
     "lanes",
-    "shared_row",
     "shared_span",
     "span_nbytes",
 ]
@@ -72,33 +72,21 @@ def families(regions: Sequence[RegionPlan]) -> Iterator[tuple[int, ...]]:
     """
     found: dict[tuple[object, ...], list[int]] = {}
     for number, region in enumerate(regions):
-        found.setdefault(_key(number, region), []).append(number)
-    yield from map(tuple, found.values())
+        if region.pattern.row is not None:
+            found.setdefault(_key(region, region.pattern.row), []).append(number)
+    for number, region in enumerate(regions):
+        if region.pattern.row is None:
+            yield (number,)
+        elif (members := found[_key(region, region.pattern.row)])[0] == number:
+            yield tuple(members)
 
 
-def shared_row(region: RegionPlan) -> tuple[int, int] | None:
-    """Elements of the target, and of the source, in one turn of the loop over shared rows."""
-    return next(filter(None, map(_row, region.fills)), None)
-
-
-def _key(number: int, region: RegionPlan) -> tuple[object, ...]:
-    for fill in region.fills:
-        if _row(fill):
-            source = fill.sources[0]
-            return (
-                *(region.tensor, region.state, source.file, source.start_nbytes),
-                *(region.numel, region.step_numel),
-            )
-    return (number,)
-
-
-def _row(fill: Fill) -> tuple[int, int] | None:
-    """As `shared_row`, of one fill: its longest loop that leaves gaps in the source."""
-    for walk in fill.sources[0].walks:
-        for extent, target, source in walk.digits:
-            if extent > 1 and 0 < target < source:
-                return target, source
-    return None
+def _key(region: RegionPlan, row: Row) -> tuple[object, ...]:
+    place = region.place(row.rank)
+    return (
+        *(region.tensor, region.state, place.file, place.start_nbytes),
+        *(region.numel, region.step_numel),
+    )
 
 
 def bundles(

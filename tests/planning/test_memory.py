@@ -1,0 +1,91 @@
+"""What a plan takes in memory goes by how tensors are cut, and is below what it is said to take."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import pytest
+
+from restride.checkpoint.catalog import FileEntry, Region, StateEntry
+from restride.checkpoint.dtypes import DTYPES
+from restride.errors import BudgetError
+from restride.layouts import split
+from restride.planning.conversion import Job, plan_conversion, whole_layout
+
+DTYPE = DTYPES["float32"]
+RANKS = 512
+
+
+def flat(rows, ranks=RANKS):
+    """A tensor cut into flat parts, as ZeRO-3 does it, and the whole of it."""
+    return split((rows, ranks), mesh={"dp": ranks}, dim=1), whole_layout((rows, ranks))
+
+
+def job(number, source, target):
+    places = [Region(rank, number << 20) for rank in range(source.rank_count)]
+    targets = [Region(rank, number << 20) for rank in range(target.rank_count)]
+    entry = StateEntry(DTYPE, source, tuple(places))
+    return Job(f"t{number}", "weight", entry, target, tuple(targets), DTYPE)
+
+
+def planned(jobs, budget_nbytes=1 << 30, workers=1):
+    files = [FileEntry(f"{rank}.bin", 1 << 40) for rank in range(RANKS)]
+    return plan_conversion(files, jobs, budget_nbytes=budget_nbytes, workers=workers)
+
+
+def measured(jobs):
+    """A plan, what it takes, and what making it took at most."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        plan = planned(jobs)
+        gc.collect()
+        kept, most = tracemalloc.get_traced_memory()
+        bundles = [bundle for lane in plan.lanes() for bundle in lane][:1]
+        working, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert bundles
+    return plan, kept, most, working
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["joined", "split"])
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_plan_takes_no_more_than_it_is_said_to_take(is_split, count):
+    pairs = [flat(4 + number % 3) for number in range(count)]
+    jobs = [
+        job(number, *(reversed(pair) if is_split else pair)) for number, pair in enumerate(pairs)
+    ]
+
+    plan, kept, most, working = measured(jobs)
+
+    assert len(plan.regions) == count * (RANKS if is_split else 1)
+    assert kept <= most <= plan.objects_nbytes
+    assert working <= plan.objects_nbytes
+
+
+def test_tensors_that_are_cut_alike_share_what_fills_them():
+    few, many = (
+        planned([job(number, *flat(4)) for number in range(count)]) for count in (10, 1000)
+    )
+
+    assert many.objects_nbytes - few.objects_nbytes == 990 * 256
+    assert len({id(region.pattern) for region in many.regions}) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_least_budget_that_is_asked_for_is_enough_and_kept(workers):
+    jobs = [job(number, *flat(4)) for number in range(20)]
+    with pytest.raises(BudgetError) as refused:
+        planned(jobs, 4096, workers)
+
+    needed = refused.value.needed_nbytes
+    plan = planned(jobs, needed, workers)
+
+    assert plan.workers == 1
+    assert plan.projected_nbytes <= needed
+    for budget in (needed + 100_000, 2 * needed, 8 * needed, 64 * needed):
+        assert planned(jobs, budget, workers).projected_nbytes <= budget
+    with pytest.raises(BudgetError):
+        planned(jobs, needed - 1, workers)
