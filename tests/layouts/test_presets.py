@@ -191,6 +191,23 @@ def test_a_pattern_matches_the_whole_name(pattern, names, others):
     assert not any(NamePattern(pattern).matches(name) for name in others)
 
 
+def stands_for(pattern, parts):
+    """The meaning of a pattern, tried out."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(stands_for(pattern[1:], parts[taken:]) for taken in range(len(parts) + 1))
+    return bool(parts) and pattern[0] in {"*", parts[0]} and stands_for(pattern[1:], parts[1:])
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "*", "**"]), min_size=1, max_size=6),
+    st.lists(st.sampled_from("ab"), min_size=1, max_size=6),
+)
+def test_a_pattern_matches_what_it_stands_for(pattern, parts):
+    assert NamePattern(".".join(pattern)).matches(".".join(parts)) == stands_for(pattern, parts)
+
+
 @pytest.mark.parametrize("pattern", ["", "a..b", "a*", "***", "{a", "a}", "{a,{b}}", "{a}" * 9])
 def test_a_pattern_that_is_none(pattern):
     with pytest.raises(RuleError, match="name pattern"):

@@ -165,9 +165,11 @@ class _Model:
             self._config["tie_word_embeddings"] = not any(is_head(s.name) for s in parameters)
         self._all = {s.name: s.layout.full_shape for s in parameters if s.layout.unit_bits is None}
         self._shapes = {s.name: s.layout.full_shape for s in asked if s.layout.unit_bits is None}
+        self._is_known = False
 
     def cuts(self, mesh: Mesh, plan: bool | None, grain: int) -> Mapping[str, Layout]:  # noqa: FBT001
         """Layouts of what the preset speaks of."""
-        if mesh.size > 1:
+        if mesh.size > 1 and not self._is_known:
             require_model_of(self._config, self._all)
+            self._is_known = True
         return autotp_cuts(self._config, self._shapes, mesh=mesh, grain=grain, plan=plan)

@@ -39,7 +39,11 @@ class NamePattern:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._parts = [_read_part(text, part) for part in _split(text)]
+        parts = [_read_part(text, part) for part in _split(text)]
+        # What stands behind the last ``**`` is at the end of the name, each part in its place.
+        after = max((n + 1 for n, accepted in enumerate(parts) if accepted is None), default=0)
+        self._tail = [accepted for accepted in reversed(parts[after:]) if accepted is not None]
+        self._parts = parts[:after]
 
     def matches(self, name: str) -> bool:
         """Whether the whole name is one that the pattern stands for.
@@ -47,9 +51,20 @@ class NamePattern:
         Cost:
             O(parts of the name * parts of the pattern).
         """
+        parts = name.split(".")
+        if len(parts) < len(self._tail) or (not self._parts and len(parts) > len(self._tail)):
+            return False
+        for accepted, part in zip(self._tail, reversed(parts), strict=False):
+            if accepted and part not in accepted:
+                return False
+        # Most patterns have one ``**``, at the start.
+        return len(self._parts) < 2 or self._walks(parts[: len(parts) - len(self._tail)])  # noqa: PLR2004
+
+    def _walks(self, parts: list[str]) -> bool:
+        """Whether the part of the pattern to its last ``**`` stands for all of these."""
         end = len(self._parts)
         places = self._reach({0})
-        for part in name.split("."):
+        for part in parts:
             after: set[int] = set()
             for place in places - {end}:
                 accepted = self._parts[place]

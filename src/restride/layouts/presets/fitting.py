@@ -23,6 +23,9 @@ from restride.layouts.presets._models import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from restride.layouts.presets._config import Settings
+    from restride.layouts.presets._families import Family
+
 __all__ = ["require_model_of", "require_no_other_model"]
 
 _MATRIX = 2
@@ -43,9 +46,10 @@ def require_model_of(config: Mapping[str, object], shapes: Mapping[str, Sequence
             sizes in the config are not theirs; or the config names no model that is known.
     """
     family = find_family(config)
-    if family.names is not None and shapes and not nearest_models(shapes):
+    nearest = nearest_models(shapes) if family.names is not None and shapes else ()
+    if family.names is not None and shapes and not nearest:
         raise knows_none(family, shapes)
-    require_no_other_model(config, shapes)
+    _require_no_other(config, family, nearest, shapes)
 
 
 def require_no_other_model(
@@ -68,6 +72,15 @@ def require_no_other_model(
     except RuleError:
         return
     nearest = nearest_models(shapes) if family.names is not None and shapes else ()
+    _require_no_other(config, family, nearest, shapes)
+
+
+def _require_no_other(
+    config: Mapping[str, object],
+    family: Family,
+    nearest: Sequence[str],
+    shapes: Mapping[str, Sequence[int]],
+) -> None:
     if not nearest:
         return
     some = next(iter(shapes))
@@ -80,9 +93,10 @@ def require_no_other_model(
             remedy=f"give the config of the model that has parameters such as {some!r}, or "
             + how_to_write(some),
         )
+    settings = read_settings(config)
     for name, shape in shapes.items():
         if len(shape) == _MATRIX:
-            problem = _other_size(config, name, shapes)
+            problem = _other_size(config, settings, family, name, shapes)
             if problem:
                 raise RuleError(
                     f"{problem}: the config is of another size of the model",
@@ -92,11 +106,13 @@ def require_no_other_model(
 
 
 def _other_size(
-    config: Mapping[str, object], name: str, shapes: Mapping[str, Sequence[int]]
+    config: Mapping[str, object],
+    settings: Settings,
+    family: Family,
+    name: str,
+    shapes: Mapping[str, Sequence[int]],
 ) -> str:
     """What the config says of sizes and a matrix denies."""
-    settings = read_settings(config)
-    family = find_family(config)
     rule = next((r for r in family.names or () if r.pattern.matches(name)), None)
     rows, _ = shapes[name]
     if rule is not None and rule.layout == "row" and settings.hidden not in {None, rows}:
