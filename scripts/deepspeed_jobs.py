@@ -5,15 +5,18 @@ Each line on stdin is a job, each line on stdout its answer, in the same order::
     {"model": "llama", "world": 2, "tp": 2, "zero": 1, "steps": 2, "save": "OUT", "more": 2}
     {"ok": true, "losses": ["0x1.3p+2", ...]}
 
-    {"peer": ["OUT/step", "UNIVERSAL/step"]}
+    {"peer": ["OUT/step", "UNIVERSAL/step"], "inject": true}
     {"ok": true, "losses": []}
 
-The second kind runs DeepSpeed's own `ds_to_universal`; one with a ``pipeline`` trains that
-(`pipeline_jobs.py`). The first starts `world` processes, builds a
-tiny model with random weights (nothing is downloaded), makes an engine of it, loads (`load`, and
-`universal` where that is a universal folder), skips `skip` batches, saves what it loaded
-(`resave`), trains `steps` batches, saves (`save`, with the model's ``config.json`` beside it), and
-trains `more`. Losses are exact, in hexadecimal.
+    {"script": ["record_optimizer_checkpoints", "train"], "variant": {...}, "out": "OUT"}
+    {"ok": true, "losses": []}
+
+The second kind runs DeepSpeed's own `ds_to_universal`, the third a function of one of the scripts
+on each of `world` ranks; one with a ``pipeline`` trains that (`pipeline_jobs.py`). The first starts
+`world` processes, builds a tiny model with random weights (nothing is downloaded), makes an engine
+of it, loads (`load`, and `universal` where that is a universal folder), skips `skip` batches, saves
+what it loaded (`resave`), trains `steps` batches, saves (`save`, with the model's ``config.json``
+beside it), and trains `more`. Losses are exact, in hexadecimal.
 
 With `zero_init` the model is made under ``deepspeed.zero.Init``. A `dtype` of ``fp16`` is trained
 in as well, of which DeepSpeed thinks that few CPUs can. Lamb takes its steps by torch.
@@ -32,6 +35,7 @@ gradients do not depend on the number of data-parallel ranks.
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -343,7 +347,7 @@ def save(engine: Any, folder: str, rank: int) -> None:
         Path(folder, "config.json").write_text(engine.module.config.to_json_string(), "utf-8")
 
 
-def convert_as_peer(source: str, out: str) -> list[str]:
+def convert_as_peer(source: str, out: str, *, inject: bool) -> list[str]:
     """Without the injected state the peer refuses checkpoints of data parallelism alone."""
     import argparse
 
@@ -357,7 +361,7 @@ def convert_as_peer(source: str, out: str) -> list[str]:
             num_merge_workers=1,
             keep_temp_folder=False,
             strict=True,
-            inject_missing_state=True,
+            inject_missing_state=inject,
         )
     )
     return []
@@ -380,8 +384,12 @@ def run_rank(rank: int, job: dict[str, Any], meeting: Path, answers: Any) -> Non
 
 def work(rank: int, job: dict[str, Any], meeting: Path) -> list[str]:
     if "peer" in job:
-        return convert_as_peer(*job["peer"])
+        return convert_as_peer(*job["peer"], inject=job.get("inject", True))
     ranks.join(rank, job.get("world", 1), meeting)
+    if "script" in job:
+        module, function = job["script"]
+        getattr(importlib.import_module(module), function)(rank, job["variant"], job["out"])
+        return []
     if "pipeline" in job:
         import pipeline_jobs
 

@@ -43,11 +43,8 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[Callable[..., list[str]]]:
-    """Run one job of ``scripts/deepspeed_jobs.py``; returns its losses, exact, in hexadecimal.
-
-    The real engine is a server of jobs, which is started once for all tests of a run.
-    """
+def answer_of() -> Iterator[Callable[..., dict[str, Any]]]:
+    """Run one job of ``scripts/deepspeed_jobs.py``, a server that is started once for all tests."""
     for name in ("torch", "deepspeed", "transformers"):
         pytest.importorskip(name)
     server = subprocess.Popen(
@@ -58,15 +55,40 @@ def engine() -> Iterator[Callable[..., list[str]]]:
         text=True,
     )
 
-    def run(**job: Any) -> list[str]:
+    def ask(**job: Any) -> dict[str, Any]:
         print(json.dumps(job, default=str), file=server.stdin, flush=True)
-        answer = json.loads(server.stdout.readline())
+        return json.loads(server.stdout.readline())
+
+    with server:
+        yield ask
+        server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def engine(answer_of: Callable[..., dict[str, Any]]) -> Callable[..., list[str]]:
+    """Run one job of the real engine; returns its losses, exact, in hexadecimal."""
+
+    def run(**job: Any) -> list[str]:
+        answer = answer_of(**job)
         assert answer["ok"], f"{answer['error']}\n{answer.get('trace', '')}"
         return answer["losses"]
 
-    with server:
-        yield run
-        server.stdin.close()
+    return run
+
+
+@pytest.fixture(scope="session")
+def convert_as_peer(answer_of: Callable[..., dict[str, Any]]) -> Callable[..., str]:
+    """Convert a checkpoint with DeepSpeed's own `ds_to_universal`; returns its error or nothing.
+
+    Without the injected state it refuses the commonest checkpoints, those of data parallelism
+    alone.
+    """
+
+    def convert(folder: Path, out: Path, *, inject: bool = True) -> str:
+        answer = answer_of(peer=[folder / "step", out / "step"], inject=inject)
+        return "" if answer["ok"] else answer["error"]
+
+    return convert
 
 
 @pytest.fixture

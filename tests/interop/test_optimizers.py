@@ -7,12 +7,9 @@ ZeRO-2, parameter by parameter for ZeRO-3, and whole where Muon keeps its moment
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,6 +17,9 @@ import pytest
 from restride import api
 from restride.testing.documents import tables_of
 from restride.testing.gather import gather_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
@@ -133,13 +133,15 @@ def test_muon_has_states_by_the_kind_of_group(stage: int) -> None:
 
 
 @pytest.mark.slow
-def test_every_optimizer_of_torch_at_every_stage(tmp_path: Path) -> None:
-    script = ROOT / "scripts" / "record_optimizer_checkpoints.py"
-    subprocess.run(
-        [sys.executable, script, tmp_path / "runs", *NAMES],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+def test_every_optimizer_of_torch_at_every_stage(
+    engine: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    engine(
+        script=["record_optimizer_checkpoints", "train"],
+        variant={"names": [*NAMES]},
+        out=tmp_path / "runs",
+        world=2,
     )
 
     assert json.loads((tmp_path / "runs" / "refused.json").read_text()) == {}

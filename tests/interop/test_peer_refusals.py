@@ -8,11 +8,7 @@ the half of the test that shows it fails, and the comparison has to be written a
 from __future__ import annotations
 
 import inspect
-import json
-import os
 import shutil
-import subprocess
-import sys
 from collections import OrderedDict
 from fractions import Fraction
 from pathlib import Path
@@ -45,34 +41,6 @@ REFUSED = {
     "momentum_z1": (("exp_avg",), {}),
     "numbered_fp32_z0": (("can't find *_optim_states.pt",), {}),
 }
-# One process for all: most of the peer's time is its start.
-PEER = """
-import argparse, json, sys
-from deepspeed.checkpoint.ds_to_universal import main
-
-said, out = {}, sys.argv[1]
-for name, folder, inject in json.loads(sys.argv[2]):
-    try:
-        main(argparse.Namespace(
-            input_folder=f"{folder}/step", output_folder=f"{out}/{name}/step",
-            num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
-            inject_missing_state=inject))
-    except Exception as error:
-        said[name] = f"{type(error).__name__}: {error}"
-json.dump(said, open(f"{out}/said.json", "w"))
-"""
-
-
-def convert_as_the_peer_does(out, *checkpoints):
-    """What the peer says of each (name, folder, whether to make up what it misses)."""
-    arguments = json.dumps([(name, str(folder), inject) for name, folder, inject in checkpoints])
-    subprocess.run(
-        [sys.executable, "-c", PEER, out, arguments],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    )
-    return json.loads((out / "said.json").read_text())
 
 
 def find(name, shared):
@@ -81,15 +49,18 @@ def find(name, shared):
 
 
 @pytest.fixture(scope="module")
-def said(shared, tmp_path_factory):
-    checkpoints = [(name, find(name, shared), name == "momentum_z1") for name in REFUSED]
-    return convert_as_the_peer_does(tmp_path_factory.mktemp("peer"), *checkpoints)
+def said(convert_as_peer, shared, tmp_path_factory):
+    out = tmp_path_factory.mktemp("peer")
+    return {
+        name: convert_as_peer(find(name, shared), out / name, inject=name == "momentum_z1")
+        for name in REFUSED
+    }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_peer_refuses_is_converted_without_a_loss(name, said, shared, tmp_path):
     words, options = REFUSED[name]
-    assert any(word in said.get(name, "converted") for word in words), said
+    assert any(word in said[name] for word in words), said
     source = api.open(find(name, shared))
 
     report = api.convert(find(name, shared), tmp_path / "out", to="universal", **options)
@@ -261,7 +232,7 @@ FULL = {
 
 
 @pytest.fixture(scope="module")
-def frozen_and_vocabulary(tmp_path_factory):
+def frozen_and_vocabulary(convert_as_peer, tmp_path_factory):
     """A run of two tensor-parallel ranks as the engine lays it out, and the peer's folder of it."""
     affine = pytest.importorskip("deepspeed.checkpoint.affine")
     fragment = pytest.importorskip("deepspeed.utils.tensor_fragment").fragment_address
@@ -325,7 +296,7 @@ def frozen_and_vocabulary(tmp_path_factory):
             {"optimizer_state_dict": state},
             step / f"zero_pp_rank_0_mp_rank_{tp:02d}_optim_states.pt",
         )
-    assert not convert_as_the_peer_does(folder, ("peer", folder / "saved", False))
+    assert not convert_as_peer(folder / "saved", folder / "peer", inject=False)
     return folder
 
 

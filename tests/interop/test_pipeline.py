@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,7 +11,10 @@ from restride import api
 from restride.errors import ReplicaError
 from restride.testing.gather import gather_all
 
-from .test_universal import PEER, environment, files_below, require_same
+from .test_universal import files_below, require_same
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
@@ -27,27 +29,27 @@ CONVERTED = ["shared_z1", "tensor_z1", "tied_z1"]
 REFUSED = "bf16_z0"
 # Its stages hold different copies of a tied layer: see below.
 DRIFTED = "uneven_z1"
-RESUME = """
-import sys
-from pathlib import Path
-
-import record_pipeline_checkpoints as scripts
-
-if __name__ == "__main__":
-    variant = scripts.VARIANTS["tied_z1"]
-    config = {**variant["config"], "checkpoint": {"load_universal": True}}
-    changed = {**variant, "pp": 1, "dp": 1, "ranks": 1, "config": config, "load": sys.argv[1]}
-    scripts.record(changed, Path(sys.argv[2]), scripts.resume)
-"""
+# The variant of scripts/record_pipeline_checkpoints.py, on one stage.
+TIED_Z1 = {
+    "pp": 1,
+    "dp": 1,
+    "groups": True,
+    "frozen": True,
+    "layers": ["embed", "block", "function", "block", "norm", "embed_as_head"],
+    "config": {
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+        "checkpoint": {"load_universal": True},
+    },
+}
 
 
 @pytest.fixture(scope="module")
-def peer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def peer(convert_as_peer: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What DeepSpeed's own converter makes of pipelines."""
     out = tmp_path_factory.mktemp("peer")
-    sources = [RECORDED / name for name in (*CONVERTED, REFUSED, DRIFTED)]
-    command = [sys.executable, "-c", PEER, out, out / "failed.json", *sources]
-    subprocess.run(command, check=True, capture_output=True, env=environment())
+    for name in (*CONVERTED, DRIFTED):
+        assert not convert_as_peer(RECORDED / name, out / name)
     return out
 
 
@@ -91,8 +93,11 @@ def test_of_copies_that_drifted_the_peer_takes_the_one_that_it_reads_last(
     assert same == {0: False, 1: True}
 
 
-def test_what_the_peer_cannot_convert_is_converted(peer: Path, tmp_path: Path) -> None:
-    assert "param_shapes must contain dictionaries" in (peer / "failed.json").read_text()
+def test_what_the_peer_cannot_convert_is_converted(
+    convert_as_peer: Callable[..., str], tmp_path: Path
+) -> None:
+    said = convert_as_peer(RECORDED / REFUSED, tmp_path / "theirs")
+    assert "param_shapes must contain dictionaries" in said
 
     api.convert(RECORDED / REFUSED, tmp_path / "ours", to="universal")
 
@@ -103,18 +108,17 @@ def test_what_the_peer_cannot_convert_is_converted(peer: Path, tmp_path: Path) -
         assert ours[key].tobytes() == source[key].tobytes(), key
 
 
-def test_the_real_engine_resumes_two_stages_on_one(tmp_path: Path) -> None:
+def test_the_real_engine_resumes_two_stages_on_one(
+    engine: Callable[..., list[str]], tmp_path: Path
+) -> None:
     from safetensors.torch import load_file
 
     api.convert(RECORDED / "tied_z1", tmp_path / "ours", to="universal")
 
-    script = tmp_path / "resume.py"
-    script.write_text(RESUME)
-    subprocess.run(
-        [sys.executable, script, tmp_path / "ours", tmp_path / "held"],
-        check=True,
-        capture_output=True,
-        env={**environment(), "PYTHONPATH": str(ROOT / "scripts")},
+    engine(
+        script=["record_pipeline_checkpoints", "resume"],
+        variant={**TIED_Z1, "load": tmp_path / "ours"},
+        out=tmp_path / "held",
     )
 
     held = load_file(tmp_path / "held" / "reference_pp0_tp0.safetensors")
