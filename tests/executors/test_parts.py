@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_NBYTES", SIZE)
 
 
+@cache
 def planned(rows=24, columns=1000, ranks=3, budget=1 << 20):
     full = np.random.default_rng(1).integers(0, 1 << 16, rows * columns).astype("uint16")
     source = store(replicated((rows, columns), mesh={"tp": 1}), DTYPES["uint16"], full)
