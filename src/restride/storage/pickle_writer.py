@@ -39,7 +39,11 @@ _ORDERED_DICT: Final = GlobalName("collections", "OrderedDict")
 _SIZE: Final = GlobalName("torch", "Size")
 _LONGEST_SHORT: Final = 255
 _UINT32: Final = struct.Struct("<L").pack
+_INT32: Final = struct.Struct("<l").pack
 _MOST_SHORT_TUPLE: Final = 3
+_SHORT_TUPLES: Final = (b")", b"\x85", b"\x86", b"\x87")
+_INTS: Final = frozenset({int})
+_SMALL_INTS: Final = tuple(b"K" + bytes((value,)) for value in range(256))
 
 
 class PersistentId(Frozen):
@@ -127,7 +131,8 @@ class _Writer:
         self._alive: list[object] = []
 
     def write(self, root: Value) -> bytes:
-        out, stack, texts, shared = self._out, self._stack, self._texts, self._shared
+        out, stack, shared = self._out, self._stack, self._shared
+        texts, names = self._texts, self._names
         stack.append(root)
         while stack:
             part = stack.pop()
@@ -141,6 +146,9 @@ class _Writer:
                 out += self._text(part) if known is None else _recall(known)
             elif type(part) is int:
                 out += _integer(part)
+            elif type(part) is GlobalName:
+                known = names.get(part)
+                self._name(part) if known is None else out.extend(_recall(known))
             elif (known := shared.get(id(part))) is not None:
                 out += _recall(known)
             else:
@@ -156,8 +164,6 @@ class _Writer:
                 self._tuple(part)
             case dict():
                 self._dict(part)
-            case GlobalName():
-                self._name(part)
             case Constructed():
                 self._object(part)
             case None:
@@ -194,13 +200,10 @@ class _Writer:
                 f"a text with half a surrogate pair cannot be written: {text[:80]!r}"
             ) from None
         self._texts[text] = self._count
-        return b"X" + struct.pack("<L", len(content)) + content + self._put()
+        return b"X" + _UINT32(len(content)) + content + self._put()
 
     def _name(self, name: GlobalName) -> None:
-        known = self._names.get(name)
-        if known is not None:
-            self._out += _recall(known)
-        elif _is_simple(name.module) and _is_simple(name.name) and "." not in name.name:
+        if _is_simple(name.module) and _is_simple(name.name) and "." not in name.name:
             self._out += f"c{name.module}\n{name.name}\n".encode()
             self._share(name)
         else:  # a class inside of a class needs protocol 4
@@ -212,9 +215,13 @@ class _Writer:
     def _tuple(self, values: tuple[Value, ...]) -> None:
         if not values:
             self._out += b")"
+        elif _INTS.issuperset(map(type, values)):  # most are shapes and strides
+            numbers = b"".join(map(_integer, values))  # type: ignore[arg-type]  # just checked
+            short = len(values) <= _MOST_SHORT_TUPLE
+            self._out += numbers + _SHORT_TUPLES[len(values)] if short else b"(" + numbers + b"t"
+            self._share(values)
         elif len(values) <= _MOST_SHORT_TUPLE:
-            code = b"\x85\x86\x87"[len(values) - 1 : len(values)]
-            self._stack += (_Then(code, values), *reversed(values))
+            self._stack += (_Then(_SHORT_TUPLES[len(values)], values), *reversed(values))
         else:
             self._out += b"("
             self._stack += (_Then(b"t", values), *reversed(values))
@@ -288,7 +295,7 @@ class _Writer:
 
     def _share(self, value: object) -> None:
         """Remember what has been made, by what it is or, where it can be filled, by identity."""
-        if isinstance(value, GlobalName):
+        if type(value) is GlobalName:
             self._names[value] = self._count
         else:
             self._shared[id(value)] = self._count
@@ -315,12 +322,12 @@ def _builtin(name: str) -> GlobalName:
 
 
 def _integer(value: int) -> bytes:
-    if 0 <= value < 1 << 8:
-        return b"K" + bytes([value])
+    if 0 <= value < len(_SMALL_INTS):
+        return _SMALL_INTS[value]
     if 0 <= value < 1 << 16:
         return b"M" + struct.pack("<H", value)
     if -(1 << 31) <= value < 1 << 31:
-        return b"J" + struct.pack("<l", value)
+        return b"J" + _INT32(value)
     content = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     if len(content) <= _LONGEST_SHORT:
         return b"\x8a" + bytes([len(content)]) + content

@@ -26,6 +26,7 @@ __all__ = ["Field", "shown"]
 _LARGEST_INT: Final = 2**63 - 1
 _SHOWN_LENGTH: Final = 80
 _MOST_DIMENSIONS: Final = 64
+_INTS: Final = frozenset({int})
 
 # Containers of other classes that are pickled as "build an empty one, then set these items".
 _MAPPING_NAMES: Final = frozenset({"OrderedDict", "defaultdict", "Counter"})
@@ -37,11 +38,27 @@ class Field(Frozen):
 
     Attributes:
         value: The value.
-        where: File and path, for errors.
+        outer: The field that it is in; of a whole file, the file.
+        step: How it is found there: by its key or index, or by the name of an attribute, in a
+            tuple.
     """
 
     value: Value
-    where: str
+    outer: Field | str
+    step: str | int | tuple[str] = ""
+
+    @property
+    def where(self) -> str:
+        """File and path, for errors: spelled out only when one asks, which is seldom."""
+        if isinstance(self.outer, str):
+            return self.outer
+        outer = self.outer.where
+        if isinstance(self.step, tuple):
+            return f"{outer}.{self.step[0]}"
+        # The first step after a file name reads ``file: key``.
+        if outer.endswith(".pt") and type(self.step) is str:
+            return f"{outer}: {self.step}"
+        return f"{outer}[{self.step!r}]"
 
     @property
     def is_none(self) -> bool:
@@ -75,7 +92,7 @@ class Field(Frozen):
             FormatError: This is no mapping.
         """
         entry = self._mapping().get(key)
-        return None if entry is None else Field(entry, f"{self.where}{_step(key, self.where)}")
+        return None if entry is None else Field(entry, self, key)
 
     def at(self, key: str | int) -> Field:
         """Return the entry of a mapping.
@@ -100,7 +117,7 @@ class Field(Frozen):
                 raise FormatError(
                     f"a name is expected as key, found {shown(key)}", where=self.where
                 )
-            yield key, Field(entry, f"{self.where}{_step(key, self.where)}")
+            yield key, Field(entry, self, key)
 
     def numbered(self) -> Iterator[tuple[int, Field]]:
         """Yield the entries of a mapping whose keys are all integers, or text of digits.
@@ -114,7 +131,7 @@ class Field(Frozen):
                 raise FormatError(
                     f"a rank is expected as key, found {shown(key)}", where=self.where
                 )
-            yield number, Field(entry, f"{self.where}[{number}]")
+            yield number, Field(entry, self, number)
 
     def elements(self) -> tuple[Field, ...]:
         """Return the elements of a list or tuple.
@@ -122,8 +139,7 @@ class Field(Frozen):
         Raises:
             FormatError: This is neither.
         """
-        listed = enumerate(self._sequence())
-        return tuple([Field(entry, f"{self.where}[{n}]") for n, entry in listed])
+        return tuple([Field(entry, self, n) for n, entry in enumerate(self._sequence())])
 
     def integer(self, *, at_least: int = 0) -> int:
         """Return an integer in the range of what can be counted.
@@ -164,9 +180,11 @@ class Field(Frozen):
             FormatError: This is none, or one is below `at_least`.
         """
         found = self._sequence()
-        # Most numbers of a file are in lists, and are what they must be: no place is spelled out.
-        if all(type(entry) is int and at_least <= entry <= _LARGEST_INT for entry in found):
-            return tuple(found)  # type: ignore[arg-type]  # just checked
+        # Most numbers of a file are in lists, and are what they must be.
+        if _INTS.issuperset(map(type, found)):
+            numbers: tuple[int, ...] = tuple(found)  # type: ignore[arg-type]  # just checked
+            if not numbers or (min(numbers) >= at_least and max(numbers) <= _LARGEST_INT):
+                return numbers
         return tuple(element.integer(at_least=at_least) for element in self.elements())
 
     def shape(self) -> tuple[int, ...]:
@@ -205,26 +223,28 @@ class Field(Frozen):
             state = state[1]  # what an object with __slots__ is pickled with
         if not isinstance(state, dict) or name not in state:
             raise self.wrong(f"an object with an attribute {name!r}")
-        return Field(state[name], f"{self.where}.{name}")
+        return Field(state[name], self, (name,))
 
     def _sequence(self) -> list[Value] | tuple[Value, ...]:
         value = self.value
+        if isinstance(value, (list, tuple)):
+            return value
         if isinstance(value, Constructed) and _class_name(value) in _SEQUENCE_NAMES:
             value = value.args[0] if value.args else value.items
-        if not isinstance(value, list | tuple):
+        if not isinstance(value, (list, tuple)):
             raise self.wrong("a list")
         return value
 
     def _mapping(self) -> dict[Value, Value]:
         value = self.value
-        if isinstance(value, Constructed) and _class_name(value) in _MAPPING_NAMES:
-            try:
-                return dict(value.pairs)
-            except TypeError:  # a key that cannot be hashed
-                raise self.wrong("a dict with plain keys") from None
-        if not isinstance(value, dict):
+        if isinstance(value, dict):
+            return value
+        if not isinstance(value, Constructed) or _class_name(value) not in _MAPPING_NAMES:
             raise self.wrong("a dict")
-        return value
+        try:
+            return dict(value.pairs)
+        except TypeError:  # a key that cannot be hashed
+            raise self.wrong("a dict with plain keys") from None
 
 
 def shown(value: Value) -> str:
@@ -252,10 +272,3 @@ def shown(value: Value) -> str:
 
 def _class_name(value: Constructed) -> str:
     return value.constructor.name if isinstance(value.constructor, GlobalName) else ""
-
-
-def _step(key: str | int, where: str) -> str:
-    """Write one step of a path: the first one after a file name reads ``file: key``."""
-    if where.endswith(".pt") and type(key) is str:
-        return f": {key}"
-    return f"[{key!r}]"
