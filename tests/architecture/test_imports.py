@@ -7,23 +7,53 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"numpy", "torch", "rich", "msgspec", "deepspeed", "safetensors", "transformers"}
 
 
-def loaded_after(code: str) -> set[str]:
-    """Top-level modules that a fresh interpreter has loaded after `code`."""
+# What only some conversions need: presets and rule files to cut for other ranks, other formats, and
+# what works on arrays in memory, compares or checks.
+RARELY_NEEDED = {
+    "difflib",
+    "tomllib",
+    "restride.arrays.extract",
+    "restride.arrays.move",
+    "restride.arrays.probe",
+    "restride.arrays.rebuild",
+    "restride.checking",
+    "restride.checkpoint.fused_cuts",
+    "restride.checkpoint.retarget",
+    "restride.comparison",
+    "restride.formats.deepspeed.told_cut",
+    "restride.formats.deepspeed.writer",
+    "restride.formats.safetensors",
+    "restride.layouts.presets",
+    "restride.layouts.recognition",
+    "restride.targets",
+}
+
+
+def modules_after(code: str) -> set[str]:
+    """Modules that a fresh interpreter has loaded after `code`."""
     program = (
         f"import contextlib, io, json, sys\nsys.path.insert(0, {str(ROOT / 'src')!r})\n"
         f"with contextlib.redirect_stdout(io.StringIO()):\n    {code}\n"
-        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+        "print(json.dumps(sorted(sys.modules)))"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     return set(json.loads(result.stdout))
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level ones of them."""
+    return {name.partition(".")[0] for name in modules_after(code)}
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
@@ -67,6 +97,21 @@ def test_the_version_loads_no_more_than_the_kernel_needs() -> None:
     loaded = loaded_after("import restride.cli; restride.cli.main(['--version'])")
 
     assert loaded & HEAVY <= {"numpy"}
+
+
+def test_a_plain_conversion_loads_only_what_it_needs(tmp_path: Path) -> None:
+    weight = np.ones((4, 2), np.float32)
+    states = dict.fromkeys(("weight", "fp32", "exp_avg", "exp_avg_sq"), weight)
+    run = ZeroRun(dp=2, tp=2, parameters={"a.weight": Parameter((4, 2), states, cut=(0, (2, 2)))})
+    write_zero_run(tmp_path / "in", run)
+    words = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--to", "universal"]
+
+    loaded = modules_after(
+        f"import restride.cli; sys.exit(1) if restride.cli.main({words!r} + ['--dry-run']) else 0"
+    )
+
+    assert {"restride.executors.streaming", "restride.formats.universal.writer"} <= loaded
+    assert not loaded & (RARELY_NEEDED | (HEAVY - {"msgspec", "numpy"}))
 
 
 def test_the_algebra_and_the_layouts_load_no_arrays() -> None:

@@ -7,7 +7,6 @@ every way to fill it. Blocks of one target rank are disjoint, whatever way the r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain, pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from restride.algebra._digits import Walk, coalesce, join
 from restride.algebra.coverage import sweep
 from restride.errors import PlanError, UnsupportedError
+from restride.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -30,8 +30,7 @@ _MOST_DUPLICATES = 64
 _Lattice: TypeAlias = tuple[int, tuple[tuple[int, int], ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(Frozen):
     """One way to fill a block.
 
     Attributes:
@@ -45,8 +44,7 @@ class Way:
     scale: Fraction
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Frozen):
     """Target addresses that have the same choice of sources.
 
     Attributes:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from restride.algebra._digits import Walk, merge
 from restride.algebra.compose import compose
 from restride.algebra.coverage import Gap, Hole, Overlap, explain, prove, replication
 from restride.algebra.transfer import Transfer, Transfers
 from restride.errors import CoverageError, PlanError
+from restride.frozen import Frozen
 from restride.planning.replicas import Block, blocks_of_target
 
 if TYPE_CHECKING:
@@ -21,8 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplicaChoice", "ReplicaPolicy", "plan_transfer"]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaChoice:
+class ReplicaChoice(Frozen):
     """A question to a replica policy: which source rank should send this block?
 
     Attributes:
@@ -95,8 +97,7 @@ def plan_transfer(
     return Transfers(source, target, _merged(chosen))
 
 
-@dataclass(slots=True)
-class _LocalThenBalanced:
+class _LocalThenBalanced(Struct):
     colocated: Mapping[int, int] | None
 
     def __call__(self, choice: ReplicaChoice) -> int:

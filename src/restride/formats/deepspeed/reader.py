@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from restride.checkpoint.catalog import Catalog
-from restride.checkpoint.retarget import stated_grain
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._chunks import read_chunks
 from restride.formats.deepspeed._consistency import find_contradictions
@@ -80,7 +79,7 @@ def read_catalog(
     wholes = [read_whole(stage, ranks) for stage in runs]
     values = read_values(runs, [held.members for held in partitions], files.extras, wholes)
     if told is not None:
-        told.see(_names(runs), grain=stated_grain(values) or 1)
+        told.see(_names(runs), values)
     tensors = [
         tuple(read_tensors(stage, experts, files, held, whole, told))
         for stage, held, whole in zip(runs, partitions, wholes, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from restride.checkpoint.catalog import Finding
+from restride.checkpoint.retarget import stated_grain
 from restride.errors import LayoutError, RuleError
 from restride.formats.deepspeed._witness import Witness
 from restride.layouts.presets import ShardCuts
@@ -17,7 +18,7 @@ from restride.storage.ranges import FilePool
 from restride.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from os import PathLike
 
     from restride.algebra.layout import Layout, Shape
@@ -53,14 +54,14 @@ class ToldCut:
         self._how: dict[str, int] = {}
         self.layouts: dict[str, Layout] = {}
 
-    def see(self, names: Collection[str], *, grain: int) -> None:
+    def see(self, names: Collection[str], values: Mapping[str, object]) -> None:
         """Learn what there is in the checkpoint.
 
         Args:
             names: All parameters.
-            grain: DeepSpeed's `tp_grain_size`, as its configuration says.
+            values: As of the catalog: DeepSpeed's configuration may say its `tp_grain_size`.
         """
-        self._names, self._grain = names, grain
+        self._names, self._grain = names, stated_grain(values) or 1
 
     def layout(self, name: str, shapes: Sequence[Shape], mesh: Mesh) -> Layout:
         """The layout of a parameter.
