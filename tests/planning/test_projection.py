@@ -68,7 +68,7 @@ def test_reads_that_are_cut_by_small_buffers_are_counted():
     for source, target in layouts:
         full = np.arange(source.full_numel, dtype=np.uint32)
         state = store(source, DTYPES["float32"], full)
-        for budget in (SMALLEST + 131072, 4 * SMALLEST + 65536, 4 << 20):
+        for budget in (SMALLEST + 163840, 4 * SMALLEST + 98304, 4 << 20):
             plan, found = carried_out(state, target, DTYPES["float32"], budget)
             assert project(plan) == found
             counts.add(found.read_count)

@@ -91,12 +91,29 @@ def restrict(walk: Walk, low: int, high: int) -> list[Walk]:
         >>> restrict(Walk((0, 100), ((10, 1, 2),)), 3, 5)
         [Walk(bases=(3, 106), digits=((2, 1, 2),))]
     """
+    if len(walk.digits) == 1 and walk.digits[0][1] > 0:
+        return _steps_of_one(walk, low, high)
     reach = walk.reach()
     if low <= reach.start and reach.stop <= high:
         return [walk]
     if reach.stop <= low or high <= reach.start or high <= low:
         return []
     return _whole_turns(walk, low, high) or join(walk, Walk((low,), coalesce(((high - low, 1),))))
+
+
+def _steps_of_one(walk: Walk, low: int, high: int) -> list[Walk]:
+    """`restrict` of a single loop that goes forwards, as a run does: those are most of them."""
+    extent, stride, *_ = digit = walk.digits[0]
+    base = walk.bases[0]
+    first = max(0, -((base - low) // stride))
+    stop = min(extent, -((base - high) // stride))
+    count = stop - first
+    if count <= 0:
+        return []
+    if count == extent:
+        return [walk]
+    bases = tuple([b + first * s for b, s in zip(walk.bases, digit[1:], strict=True)])
+    return [Walk(bases, ((count, *digit[1:]),) if count > 1 else ())]
 
 
 def _whole_turns(walk: Walk, low: int, high: int) -> list[Walk]:

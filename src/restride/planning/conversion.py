@@ -53,10 +53,12 @@ _SMALLEST_BUFFER_NBYTES: Final = 1 << 12
 # has buffers; casts between the 16-bit types go by way of float32. Measured, see tests/executors.
 _COMPARED_ITEMSIZE: Final = 16
 _CAST_ITEMSIZE: Final = 4
-# Python objects of a region, and of a walk of a pattern or of a step. A region takes 190 bytes, and
-# a walk of a flat partition 290 in a pattern and 200 in a step: more with more loops.
+# Python objects of a region, and of what `Pattern.walk_count` counts, in a pattern and in a step.
+# They take 190, 290 and 200 bytes of a flat partition: more with more loops, and while a pattern is
+# made (tests/planning/test_memory.py).
 _REGION_NBYTES: Final = 256
 _WALK_NBYTES: Final = 640
+_STEP_WALK_NBYTES: Final = 448
 _WHOLE: Final = Mesh((("whole", 1),))
 
 
@@ -465,7 +467,7 @@ def _objects_nbytes(regions: Sequence[RegionPlan]) -> tuple[int, int]:
         default=0,
     )
     kept = _REGION_NBYTES * len(regions) + _WALK_NBYTES * sum(patterns.values())
-    return kept, _WALK_NBYTES * bundle
+    return kept, _STEP_WALK_NBYTES * bundle
 
 
 def _step_numel(region: RegionPlan, buffer_nbytes: int, *, shares: bool) -> int:

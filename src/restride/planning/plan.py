@@ -36,6 +36,7 @@ __all__ = [
     "RegionPlan",
     "Step",
     "StepFill",
+    "chunk_nbytes",
 ]
 
 # What a worker holds at one time: the step, a replica to compare it with, the span of a strided
@@ -136,7 +137,7 @@ class Step(Struct, frozen=True):
         Cost:
             O(chunks).
         """
-        most = min(buffer_nbytes, _CHUNK_NBYTES)
+        most = chunk_nbytes(buffer_nbytes)
         for fill in self.fills:
             for copy in fill.copies[0][1]:
                 at = self.target_start_nbytes + copy.target_start_nbytes
@@ -271,6 +272,32 @@ class RegionPlan(Struct, frozen=True):
         return self._step(start, stop, self.pattern.reaches)
 
     def _step(self, start: int, stop: int, reaches: Sequence[Reach]) -> Step:
+        if self.pattern.run_count == len(self.pattern.fills):
+            return self._step_of_runs(start, stop, reaches)
+        return self._step_of_walks(start, stop, reaches)
+
+    def _step_of_runs(self, start: int, stop: int, reaches: Iterable[Reach]) -> Step:
+        """As `_step_of_walks`, where every fill is one run: those are most of all bytes."""
+        itemsize = self.source_dtype.itemsize_nbytes
+        fills = []
+        filled = 0
+        for low, high, _, fill in reaches:
+            first, last = max(start, low), min(stop, high)
+            if first < last:
+                filled += last - first
+                source = fill.sources[0]
+                place, skew = self.place(source.rank), source.walks[0].bases[1] - low
+                copy = Copy(
+                    place.file,
+                    place.start_nbytes + (first + skew) * itemsize,
+                    (first - start) * itemsize,
+                    (),
+                    (last - first) * itemsize,
+                )
+                fills.append(StepFill(((source.rank, (copy,)),), fill.agreeing))
+        return Step(self, start, stop, tuple(fills), filled == stop - start)
+
+    def _step_of_walks(self, start: int, stop: int, reaches: Iterable[Reach]) -> Step:
         fills = []
         filled = 0
         for low, high, whole, fill in reaches:
@@ -348,6 +375,11 @@ class Plan(Struct, frozen=True):
                     key = region.tensor, region.state, (first.rank, other.rank)
                     found[key] = found.get(key, 0) + numel_of(other.walks)
         return found
+
+
+def chunk_nbytes(buffer_nbytes: int) -> int:
+    """Most bytes of one read of a region that is streamed."""
+    return min(buffer_nbytes, _CHUNK_NBYTES)
 
 
 def _strided(walk: Walk, itemsize: int) -> tuple[int, int, tuple[tuple[int, int, int], ...], int]:

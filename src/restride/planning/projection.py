@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from restride.frozen import Frozen
+from restride.planning.plan import chunk_nbytes
 from restride.planning.sharing import (
     bundles,
     families,
@@ -61,7 +62,12 @@ def project(plan: Plan, *, most_steps: int = _MOST_STEPS) -> Projection:
         return _some_steps(plan.regions[number], share)
 
     for family in families(plan.regions):
-        count = plan.regions[family[0]].step_count  # the same for all
+        first = plan.regions[family[0]]
+        count = first.step_count  # the same for all
+        if first.streamed_numel:
+            reads = _streamed_reads(first, plan.buffer_nbytes)
+            total = [total[0] + first.nbytes, total[1] + reads, total[2] + reads]
+            continue
         some = bundles([family], some_steps)
         counts = [_counts(bundle, plan.buffer_nbytes) for bundle in some]
         of_family = [sum(column) for column in zip(*counts, strict=True)]
@@ -81,11 +87,23 @@ def _some_steps(region: RegionPlan, share: int) -> Iterator[Step]:
     return region.steps(range(start, start + 1) for start in first)
 
 
+def _streamed_reads(region: RegionPlan, buffer_nbytes: int) -> int:
+    """Chunks of all steps of a region that is streamed, as `Step.chunks` cuts them."""
+    itemsize = region.target_dtype.itemsize_nbytes
+    base, pitch = region.target_start_nbytes, region.pitch_numel
+    most = chunk_nbytes(buffer_nbytes)
+    reads = 0
+    runs = [walk.reach() for fill in region.fills for walk in fill.sources[0].walks]
+    for run in runs:
+        for start in range(run.start - run.start % pitch, run.stop, pitch):
+            first = base + max(start, run.start) * itemsize
+            stop = base + min(start + pitch, run.stop) * itemsize
+            reads += (stop - 1) // most - first // most + 1
+    return reads
+
+
 def _counts(bundle: Sequence[Step], buffer_nbytes: int) -> tuple[int, int, int]:
     """Bytes read, reads and writes of one bundle."""
-    if bundle[0].region.streamed_numel:
-        chunks = list(bundle[0].chunks(buffer_nbytes))
-        return sum(chunk.nbytes for chunk in chunks), len(chunks), len(chunks)
     shared = shared_span(bundle, buffer_nbytes)
     if shared is not None:
         return shared.stop_nbytes - shared.start_nbytes, 1, len(bundle)

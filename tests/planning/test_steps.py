@@ -1,0 +1,82 @@
+"""Steps of runs, which are most of all bytes, are those that walks of any form would give."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from restride.checkpoint.dtypes import DTYPES
+from restride.layouts import split
+from restride.planning import plan as planning
+from restride.planning.conversion import plan_conversion, whole_layout
+from restride.planning.projection import Projection, project
+from restride.testing.moving import job_between, store
+from restride.testing.strategies import layout_pairs
+
+DTYPE = DTYPES["uint16"]
+
+
+def planned(source, target, replicas="check"):
+    full = np.arange(source.full_numel, dtype=np.uint16)
+    stored = store(source, DTYPE, full)
+    job, _ = job_between(stored, target, DTYPE, replicas)
+    return plan_conversion(stored.files, [job], budget_nbytes=1 << 22, workers=1)
+
+
+@given(layout_pairs(with_scales=False), st.sampled_from(["check", "first"]), st.data())
+def test_any_part_of_a_region_is_filled_as_its_walks_say(pair, replicas, data):
+    target, source = pair
+    for region in planned(source, target, replicas).regions:
+        if not region.numel:
+            continue
+        start = data.draw(st.integers(0, region.numel - 1))
+        stop = data.draw(st.integers(start + 1, region.numel))
+        is_run = region.pattern.run_count == len(region.fills) > 0
+        event("runs" if is_run else "walks")
+
+        step = region.step(start, stop)
+
+        assert step == region._step_of_walks(start, stop, region.pattern.reaches)
+        if is_run:
+            assert step == region._step_of_runs(start, stop, region.pattern.reaches)
+
+
+@given(
+    rows=st.integers(1, 40),
+    before=st.integers(1, 5),
+    after=st.integers(1, 5),
+    pitch=st.integers(1, 9),
+    chunk=st.integers(1, 12),
+)
+def test_chunks_of_streamed_regions_are_counted_without_their_steps(
+    rows, before, after, pitch, chunk
+):
+    layouts = [
+        split((rows * before * after,), mesh={"dp": ranks}, dim=0) for ranks in (before, after)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "_SHORTEST_RUN_NBYTES", 1)
+        patch.setattr(planning, "_STREAMED_NBYTES", pitch * 2)
+        patch.setattr(planning, "_CHUNK_NBYTES", chunk)
+        plan = planned(*layouts)
+        chunks = [
+            part
+            for region in plan.regions
+            for step in region.steps()
+            for part in step.chunks(plan.buffer_nbytes)
+        ]
+        found = project(plan, most_steps=1)
+
+    assert all(region.streamed_numel for region in plan.regions)
+    nbytes = sum(part.nbytes for part in chunks)
+    assert found == Projection(nbytes, len(chunks), nbytes, len(chunks), is_exact=True)
+
+
+def test_a_tensor_of_one_element_is_a_run():
+    (region,) = planned(whole_layout(()), whole_layout(())).regions
+
+    assert region.pattern.run_count == 1
+    (fill,) = region.step(0, 1).fills
+    assert [copy.run_nbytes for _, copies in fill.copies for copy in copies] == [2]
