@@ -326,3 +326,18 @@ def test_a_finding_is_one_also_where_its_reader_has_seen_enough(
     )
 
     assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
+
+
+def test_only_the_command_of_a_process_makes_its_garbage_collector_wait():
+    program = (
+        "import gc, sys; from restride.cli import main; before = gc.get_threshold();"
+        " main(['layouts', 'split']); same = gc.get_threshold() == before;"
+        " sys.argv[1:] = ['layouts', 'split']; main(); waits = gc.get_threshold() > before;"
+        " sys.stderr.write(f'{same} {waits} {gc.get_freeze_count() > 0}')"
+    )
+
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert result.stderr == "True True True"
