@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride.arrays.fingerprint import Digester, scratch_nbytes
+from restride.checkpoint.catalog import Region
 from restride.checkpoint.dtypes import DTYPES
 from restride.executors import blocks
-from restride.executors.blocks import Block, BlockTable
+from restride.executors.blocks import TABLE_NBYTES, Block, BlockTable
 from restride.executors.events import NullObserver
 from restride.executors.streaming import StreamingExecutor
 from restride.layouts import replicated, split
@@ -159,3 +163,25 @@ def test_a_digester_of_few_rows_takes_the_memory_it_says():
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert scratch_nbytes(rows) / 2 < peak <= scratch_nbytes(rows)
+
+
+def test_a_table_of_many_small_regions_takes_the_memory_it_says():
+    ranks = 3000
+    source = store(replicated((ranks,), mesh={"tp": 1}), DTYPES["uint16"], np.arange(ranks) * 7)
+    job, _ = job_between(source, split((ranks,), mesh={"tp": ranks}, dim=0), DTYPES["uint16"])
+    places = tuple(Region(0, 2 * rank) for rank in range(ranks))
+    job = replace(job, target_regions=places)
+    plan = plan_conversion(source.files, [job], budget_nbytes=1 << 24, workers=1)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        table = BlockTable(plan.regions, digest_rows=1)
+        for number in range(ranks):
+            table.set_done(Block(number, 0, (1 << 126) + number))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert 0 < taken <= TABLE_NBYTES * ranks
+    assert table.digests(ranks - 1) == [(1 << 126) + ranks - 1]
+    assert table.left_nbytes() == 0

@@ -7,7 +7,9 @@ come in any order and size (see `restride.arrays.fingerprint`).
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
+from itertools import accumulate, groupby
 from threading import Lock, local
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_NBYTES", "TABLE_NBYTES", "Block", "BlockPart", "BlockTable"]
 
 BLOCK_NBYTES: Final = 4 << 20
-# What the table takes for a block: a digest, two numbers, and places in lists.
-TABLE_NBYTES: Final = 160
+# What the table takes for a block that is the only one of its region, as those of many ranks are:
+# five numbers, and a digest when it is done.
+TABLE_NBYTES: Final = 96
 
 
 class Block(Frozen):
@@ -63,31 +66,34 @@ class BlockTable:
     """Counts what is written. Calls may come from any number of threads.
 
     Args:
-        regions: Regions of the plan.
+        regions: Regions of the plan, in target order.
         digest_rows: Rows that a thread digests at one time; see `Digester`.
     """
 
     def __init__(self, regions: Sequence[RegionPlan], *, digest_rows: int) -> None:
         self.regions = regions
         self._rows = digest_rows
-        self._digests: list[list[int]] = [[0] * block_count(region.nbytes) for region in regions]
-        self._left = [
-            [block_nbytes(region.nbytes, block) for block in range(block_count(region.nbytes))]
-            for region in regions
-        ]
+        # A region has the blocks from its first one to that of the next region.
+        counts = (block_count(region.nbytes) for region in regions)
+        self._first = array("q", accumulate(counts, initial=0))
+        self._left = array("q", _sizes(regions))
+        self._digests = [0] * len(self._left)
         # Regions without bytes may start where the next one does.
-        self._numbers = [number for number, region in enumerate(regions) if region.nbytes]
-        self._starts = [
-            (regions[number].target_file, regions[number].target_start_nbytes)
-            for number in self._numbers
-        ]
+        self._numbers = array("q", (n for n, region in enumerate(regions) if region.nbytes))
+        self._starts = array("q", (regions[n].target_start_nbytes for n in self._numbers))
+        self._files: dict[int, tuple[int, int]] = {}
+        stop = 0
+        for file, numbers in groupby(self._numbers, lambda number: regions[number].target_file):
+            start, stop = stop, stop + sum(1 for _ in numbers)
+            self._files[file] = start, stop
         self._lock = Lock()
         self._local = local()
 
     def set_done(self, block: Block) -> None:
         """Note that a block is done already."""
-        self._digests[block.region][block.number] = block.digest
-        self._left[block.region][block.number] = 0
+        place = self._first[block.region] + block.number
+        self._digests[place] = block.digest
+        self._left[place] = 0
 
     def add(self, file: int, start_nbytes: int, buffer: memoryview) -> list[Block]:
         """Count bytes that were written; return the blocks that are done with them.
@@ -101,7 +107,7 @@ class BlockTable:
         parts = self.parts(file, start_nbytes, content.nbytes)
         digests = [
             digester.digest(content[part.start - parts[0].start :][: part.nbytes], part.start)
-            if self._left[part.region][part.block]
+            if self._left[self._first[part.region] + part.block]
             else 0
             for part in parts
         ]
@@ -109,13 +115,14 @@ class BlockTable:
 
     def parts(self, file: int, start_nbytes: int, nbytes: int) -> list[BlockPart]:
         """Cut bytes of a region at the ends of its blocks."""
-        number = self._numbers[bisect_right(self._starts, (file, start_nbytes)) - 1]
+        low, high = self._files[file]
+        number = self._numbers[bisect_right(self._starts, start_nbytes, low, high) - 1]
         start = start_nbytes - self.regions[number].target_start_nbytes
         stop = start + nbytes
         found = []
         for block in range(start // BLOCK_NBYTES, block_count(stop)):
-            low, high = max(start, block * BLOCK_NBYTES), min(stop, (block + 1) * BLOCK_NBYTES)
-            found.append(BlockPart(number, block, low, high - low))
+            first, last = max(start, block * BLOCK_NBYTES), min(stop, (block + 1) * BLOCK_NBYTES)
+            found.append(BlockPart(number, block, first, last - first))
         return found
 
     def count(self, parts: Iterable[BlockPart], digests: Iterable[int]) -> list[Block]:
@@ -127,14 +134,13 @@ class BlockTable:
         done: list[Block] = []
         with self._lock:
             for part, digest in zip(parts, digests, strict=True):
-                left = self._left[part.region]
-                if not left[part.block]:
+                place = self._first[part.region] + part.block
+                if not self._left[place]:
                     continue
-                known = self._digests[part.region]
-                known[part.block] = (known[part.block] + digest) % MODULUS
-                left[part.block] -= part.nbytes
-                if not left[part.block]:
-                    done.append(Block(part.region, part.block, known[part.block]))
+                self._digests[place] = (self._digests[place] + digest) % MODULUS
+                self._left[place] -= part.nbytes
+                if not self._left[place]:
+                    done.append(Block(part.region, part.block, self._digests[place]))
         return done
 
     def lanes(self) -> Iterator[Iterator[Sequence[Step]]]:
@@ -142,7 +148,7 @@ class BlockTable:
         return lanes(self.regions, self._steps)
 
     def _steps(self, number: int) -> Iterator[Step]:
-        region, left = self.regions[number], self._left[number]
+        region, left = self.regions[number], self._left[self._places(number)]
         itemsize = region.target_dtype.itemsize_nbytes
         if all(left) or not left:
             yield from region.steps()
@@ -156,20 +162,27 @@ class BlockTable:
 
     def digests(self, region: int) -> Sequence[int]:
         """Digests of the blocks of one region, as far as they are done."""
-        return self._digests[region]
+        return self._digests[self._places(region)]
+
+    def _places(self, region: int) -> slice:
+        return slice(self._first[region], self._first[region + 1])
 
     def left_nbytes(self) -> int:
         """Bytes of blocks that are not done."""
         return sum(
-            block_nbytes(self.regions[number].nbytes, block)
-            for number, blocks in enumerate(self._left)
-            for block, left in enumerate(blocks)
-            if left
+            nbytes for nbytes, left in zip(_sizes(self.regions), self._left, strict=True) if left
         )
 
     def nbytes(self, blocks: Iterable[Block]) -> int:
         """Size of some blocks together."""
         return sum(block_nbytes(self.regions[b.region].nbytes, b.number) for b in blocks)
+
+
+def _sizes(regions: Sequence[RegionPlan]) -> Iterator[int]:
+    """Bytes of all blocks, in order."""
+    for region in regions:
+        for number in range(block_count(region.nbytes)):
+            yield block_nbytes(region.nbytes, number)
 
 
 def block_count(nbytes: int) -> int:
