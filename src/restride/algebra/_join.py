@@ -91,52 +91,42 @@ def restrict(walk: Walk, low: int, high: int) -> list[Walk]:
         >>> restrict(Walk((0, 100), ((10, 1, 2),)), 3, 5)
         [Walk(bases=(3, 106), digits=((2, 1, 2),))]
     """
-    if len(walk.digits) == 1 and walk.digits[0][1] > 0:
-        return _steps_of_one(walk, low, high)
-    reach = walk.reach()
-    if low <= reach.start and reach.stop <= high:
+    if not walk.digits:
+        return [walk] if low <= walk.bases[0] < high else []
+    bottom = top = walk.bases[0]  # of one turn of the outermost loop
+    for digit in walk.digits[1:]:
+        if digit[1] > 0:
+            top += (digit[0] - 1) * digit[1]
+        else:
+            bottom += (digit[0] - 1) * digit[1]
+    turns = (walk.digits[0][0] - 1) * walk.digits[0][1]
+    lowest, highest = bottom + min(turns, 0), top + max(turns, 0)
+    if low <= lowest and highest < high:
         return [walk]
-    if reach.stop <= low or high <= reach.start or high <= low:
+    if highest < low or high <= lowest or high <= low:
         return []
-    return _whole_turns(walk, low, high) or join(walk, Walk((low,), coalesce(((high - low, 1),))))
+    found = _whole_turns(walk, low - bottom, high - 1 - top, top - bottom)
+    return found or join(walk, Walk((low,), coalesce(((high - low, 1),))))
 
 
-def _steps_of_one(walk: Walk, low: int, high: int) -> list[Walk]:
-    """`restrict` of a single loop that goes forwards, as a run does: those are most of them."""
-    extent, stride, *_ = digit = walk.digits[0]
-    base = walk.bases[0]
-    first = max(0, -((base - low) // stride))
-    stop = min(extent, -((base - high) // stride))
-    count = stop - first
-    if count <= 0:
-        return []
-    if count == extent:
-        return [walk]
-    bases = tuple([b + first * s for b, s in zip(walk.bases, digit[1:], strict=True)])
-    return [Walk(bases, ((count, *digit[1:]),) if count > 1 else ())]
-
-
-def _whole_turns(walk: Walk, low: int, high: int) -> list[Walk]:
+def _whole_turns(walk: Walk, low: int, high: int, reach: int) -> list[Walk]:
     """`restrict` where the bounds cut between two turns of the outermost loop; else nothing.
 
-    That is what steps over rows do, and it needs no search.
+    That is what steps over rows and runs do, and it needs no search. Turns are kept that begin
+    between `low` and `high`, counted from the first one; each of them reaches so far.
     """
-    extent, *strides = walk.digits[0]
-    stride = strides[0]
-    inner = Walk(walk.bases, walk.digits[1:])
-    reach = inner.reach()
-    if stride < len(reach):  # the turns reach over each other, or come backwards
+    extent, stride, *_ = digit = walk.digits[0]
+    if stride <= reach:  # the turns reach over each other, or come backwards
         return []
-    first = max(0, -(-(low - reach.start) // stride))
-    stop = min(extent, (high - reach.stop) // stride + 1)
-    is_cut = (first > 0 and reach.stop + (first - 1) * stride > low) or (
-        stop < extent and reach.start + stop * stride < high
-    )
-    if first >= stop or is_cut:
-        return []
-    bases = moved(walk.bases, first, tuple(strides))
+    first, stop = max(0, -(-low // stride)), min(extent, high // stride + 1)
     count = stop - first
-    return [Walk(bases, ((count, *strides), *walk.digits[1:]) if count > 1 else walk.digits[1:])]
+    starts_within = first > 0 and (first - 1) * stride + reach >= low
+    ends_within = stop < extent and stop * stride - reach <= high
+    if count <= 0 or starts_within or ends_within:
+        return []
+    bases = tuple([b + first * s for b, s in zip(walk.bases, digit[1:], strict=True)])
+    inner = walk.digits[1:]
+    return [Walk(bases, ((count, *digit[1:]), *inner) if count > 1 else inner)]
 
 
 _Loop: TypeAlias = tuple[int, int, Addresses]
