@@ -82,11 +82,16 @@ class StorageTable(Struct):
                 int(numel),
                 None,
             ):
-                return self._storage(_storage_dtype(kind), key, numel)
+                return self.storage(_storage_dtype(kind), key, numel)
             case _:
                 raise CorruptError("a persistent id is not that of a storage")
 
-    def _storage(self, dtype: DType, key: str, numel: int) -> Storage:
+    def storage(self, dtype: DType, key: str, numel: int) -> Storage:
+        """Find the storage of a key.
+
+        Raises:
+            CorruptError: There is none, or it has another size or another type.
+        """
         record = self.records.get(f"data/{key}")
         if record is None:
             raise CorruptError(f"storage {shown(key)} has no record in the file")

@@ -12,6 +12,7 @@ from restride.errors import CorruptError, FormatError, RestrideError, Unsupporte
 from restride.frozen import Frozen
 from restride.storage.pickle_vm import Limits, read_pickle
 from restride.storage.ranges import RangeFile
+from restride.storage.torch_twins import Twins
 from restride.storage.torch_values import TORCH_RULES, StorageTable
 from restride.storage.zip_directory import ZipRecord, read_zip_directory
 
@@ -58,6 +59,7 @@ class TorchFiles:
 
     def __init__(self) -> None:
         self._opened: dict[str, TorchFile] = {}
+        self._twins = Twins()
 
     def open(self, path: str | PathLike[str]) -> TorchFile:
         """Read the structure of a file, or return what was read of it before.
@@ -67,7 +69,8 @@ class TorchFiles:
         """
         name = os.fspath(path)
         if name not in self._opened:
-            self._opened[name] = open_torch_zip(name)
+            with RangeFile(name) as file:
+                self._opened[name] = _read(file, _DEFAULT_LIMITS, self._twins)
         return self._opened[name]
 
 
@@ -93,7 +96,7 @@ def open_torch_zip(path: str | PathLike[str], *, limits: Limits = _DEFAULT_LIMIT
         return _read(file, limits)
 
 
-def _read(file: RangeFile, limits: Limits) -> TorchFile:
+def _read(file: RangeFile, limits: Limits, twins: Twins | None = None) -> TorchFile:
     _require_zip(file)
     records = _by_name(read_zip_directory(file))
     if "data.pkl" not in records:
@@ -111,13 +114,13 @@ def _read(file: RangeFile, limits: Limits) -> TorchFile:
             f"{limits.stream_nbytes} bytes"
         )
     table = StorageTable(file.path, records, {})
+    stream = file.read(record.start_nbytes, record.nbytes)
+
+    def read() -> Value:
+        return read_pickle(stream, persistent=table.resolve, rules=TORCH_RULES, limits=limits)
+
     try:
-        value = read_pickle(
-            file.read(record.start_nbytes, record.nbytes),
-            persistent=table.resolve,
-            rules=TORCH_RULES,
-            limits=limits,
-        )
+        value = read() if twins is None else twins.value(stream, table, read)
     except RestrideError as error:
         raise error.located("data.pkl") from None
     return TorchFile(file.path, file.nbytes, value, table.storages, records)

@@ -1,0 +1,147 @@
+"""A file whose pickle was read in another is what it would be if it were read by itself."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from restride.checkpoint.values import Constructed, GlobalName, Storage, StoredTensor
+from restride.errors import CorruptError
+from restride.storage.pickle_writer import write_pickle
+from restride.storage.torch_zip import TorchFiles, open_torch_zip
+from restride.testing.opcodes import (
+    call,
+    dictionary,
+    integer,
+    listed,
+    name,
+    storage,
+    stream,
+    tensor,
+    text,
+    tuple_of,
+)
+from restride.testing.torch_files import torch_records, zip_file
+
+STORAGES = {"0": struct.pack("<6f", *range(6)), "1": bytes(5)}
+FLOATS = storage("0", 6)
+BYTES = storage("1", 5, "torch.ByteStorage")
+WEIGHT = tensor(FLOATS, (2, 3), (3, 1))
+STATE = call("collections.OrderedDict") + b"(" + text("w") + WEIGHT + b"u"
+
+
+def written(folder: Path, name: str, body: bytes, storages=STORAGES) -> Path:
+    path = folder / f"{name}.pt"
+    path.write_bytes(zip_file(torch_records(stream(body), storages, top=name)))
+    return path
+
+
+def lowered(value: Storage | StoredTensor) -> object:
+    if isinstance(value, Storage):
+        parts = (value.file, value.key, value.dtype.name, value.start_nbytes, value.nbytes)
+    else:
+        parts = (value.storage, value.storage_base, value.shape, value.strides)
+    return Constructed(GlobalName("a", type(value).__name__), parts)
+
+
+def spelled(file) -> bytes:
+    """All of a value: what is in it, in which order, and what is shared."""
+    return write_pickle([file.value, dict(file.storages)], lower=lowered)
+
+
+def require_twin(body: bytes) -> None:
+    with TemporaryDirectory() as folder:
+        # Names of other lengths, so that the storages do not stand in the same places.
+        first = written(Path(folder), "a", body)
+        second = written(Path(folder), "much_longer_than_the_other_name" * 4, body)
+        files = TorchFiles()
+        before = spelled(files.open(first))
+
+        assert spelled(files.open(second)) == spelled(open_torch_zip(second))
+        assert spelled(files.open(first)) == before == spelled(open_torch_zip(first))
+
+
+LEAVES = st.sampled_from([text("x"), integer(7), b"N", b")", WEIGHT, FLOATS, BYTES, name("a.B")])
+BODIES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda parts: listed(*parts))
+        | st.lists(inner, max_size=4).map(lambda parts: tuple_of(*parts))
+        | inner.map(lambda part: dictionary((text("k"), part), (text("l"), integer(1))))
+        | st.lists(inner, max_size=3).map(lambda parts: call("a.B", *parts))
+    ),
+    max_leaves=12,
+)
+
+
+@given(BODIES)
+def test_any_value_is_found_as_it_is_read(body: bytes) -> None:
+    require_twin(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"N",
+        WEIGHT,
+        FLOATS,
+        STATE,
+        STATE + dictionary((text("_metadata"), listed(WEIGHT))) + b"b",
+        dictionary((tuple_of(integer(1), FLOATS), integer(2))),
+        # Lists and storages that are in the value twice.
+        listed(listed(WEIGHT) + b"q\x07", b"h\x07", listed(integer(1)) + b"q\x08", b"h\x08"),
+        # An object with items, pairs and a state.
+        call("a.B")
+        + b"("
+        + WEIGHT
+        + b"Ne"
+        + b"("
+        + text("k")
+        + WEIGHT
+        + b"u"
+        + listed(WEIGHT)
+        + b"b",
+        call("a.B") + b"(" + WEIGHT + integer(1) + b"u",
+        call("builtins.set", listed(FLOATS, integer(1))),
+        call("builtins.frozenset", listed(FLOATS)),
+        # Bytes that are read as another type than their storage's.
+        call(
+            "torch._utils._rebuild_tensor_v3",
+            storage("0", 24, "torch.UntypedStorage"),
+            *(integer(0), tuple_of(integer(3)), tuple_of(integer(1))),
+            *(b"\x89", call("collections.OrderedDict"), name("torch.uint16")),
+        ),
+        b"]" * 120 + WEIGHT + b"a" * 120,
+    ],
+)
+def test_every_kind_of_value_is_found_as_it_is_read(body: bytes) -> None:
+    require_twin(body)
+
+
+def test_what_refers_to_no_storage_is_one_value(tmp_path: Path) -> None:
+    body = dictionary((text("w"), listed(WEIGHT)), (text("info"), listed(listed(integer(1)))))
+    files = TorchFiles()
+    first, second = (files.open(written(tmp_path, name, body)).value for name in "ab")
+
+    assert first["info"] is second["info"]
+    assert first["w"] is not second["w"]
+    assert [value["w"][0].storage.file[-4:] for value in (first, second)] == ["a.pt", "b.pt"]
+
+
+@pytest.mark.parametrize("storages", [{}, {"1": bytes(5)}, {"0": bytes(20), "1": bytes(5)}])
+def test_a_file_without_the_storages_is_refused_as_by_itself(tmp_path: Path, storages) -> None:
+    body = listed(BYTES, WEIGHT)
+    files = TorchFiles()
+    files.open(written(tmp_path, "a", body))
+    second = written(tmp_path, "b", body, storages)
+
+    with pytest.raises(CorruptError) as alone:
+        open_torch_zip(second)
+    with pytest.raises(CorruptError, match=r"data\.pkl: byte \d+ \(BINPERSID\)") as caught:
+        files.open(second)
+    assert str(caught.value) == str(alone.value)
