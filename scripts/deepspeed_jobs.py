@@ -19,7 +19,8 @@ what it loaded (`resave`), trains `steps` batches, saves (`save`, with the model
 beside it), and trains `more`. Losses are exact, in hexadecimal.
 
 With `zero_init` the model is made under ``deepspeed.zero.Init``. A `dtype` of ``fp16`` is trained
-in as well, of which DeepSpeed thinks that few CPUs can. Lamb takes its steps by torch.
+in as well, of which DeepSpeed thinks that few CPUs can. Lamb and the fused Adam take their steps by
+torch.
 
 Models with DeepSpeed's own layers of experts have tensor-parallel ranks of their own
 (`native_moe`), which cut them with `cut_experts`, and `ep` may list a number of expert-parallel
@@ -329,6 +330,31 @@ def allow_lamb() -> None:
     fused_lamb.FusedLambBuilder = Kernel
 
 
+def replace_fused_adam() -> None:
+    """Let torch take the steps of DeepSpeed's fused Adam: its kernel takes a compiler a minute."""
+    from deepspeed.ops.adam import fused_adam
+
+    class Kernel:
+        def load(self) -> Any:
+            return self
+
+        def multi_tensor_adam(self, _: int, __: Any, tensors: Any, *numbers: Any) -> None:
+            rate, beta1, beta2, eps, step, is_decoupled, is_corrected, decay = numbers
+            bias1, bias2 = (1 - beta**step if is_corrected else 1 for beta in (beta1, beta2))
+            for grads, values, first, second in zip(*tensors, strict=True):
+                own, grad = values.float(), grads.float()
+                if not is_decoupled:
+                    grad = grad + decay * own
+                first.mul_(beta1).add_(grad, alpha=1 - beta1)
+                second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                update = first.float() / bias1 / ((second.float() / bias2).sqrt() + eps)
+                if is_decoupled:
+                    update += decay * own
+                values.data.copy_(own - rate * update)
+
+    fused_adam.FusedAdamBuilder = Kernel
+
+
 def trained(model: Any, job: dict[str, Any]) -> Any:
     """What the optimizer gets: all that is not frozen, vectors in a group of their own if asked."""
     for name, parameter in model.named_parameters():
@@ -386,6 +412,7 @@ def work(rank: int, job: dict[str, Any], meeting: Path) -> list[str]:
     if "peer" in job:
         return convert_as_peer(*job["peer"], inject=job.get("inject", True))
     ranks.join(rank, job.get("world", 1), meeting)
+    replace_fused_adam()
     if "script" in job:
         module, function = job["script"]
         getattr(importlib.import_module(module), function)(rank, job["variant"], job["out"])
