@@ -11,7 +11,10 @@ DEEPSPEED := deepspeed==0.19.8
 
 # Tiny tensors: a second thread only makes the tests fight for the cores.
 TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 \
-  DS_ACCELERATOR=cpu LOCAL_SIZE=0 HF_HUB_OFFLINE=1 TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)/extensions
+  DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)/extensions
+
+# Processes that share the test modules; a machine with more cores and memory may have more of them.
+PROCESSES ?= 2
 
 # Modules that the scripts share are no benchmarks.
 BENCHMARKS := $(if $(B),benchmarks/$(B).py,$(filter-out %/measure.py %/synthetic.py,\
@@ -24,7 +27,7 @@ demo: $(VENV)/.package
 
 test: check
 	@echo '==> pytest'
-	@$(TEST_ENV) $(BIN)/python -m pytest -m 'not thorough'
+	@$(TEST_ENV) $(BIN)/python -m pytest -m 'not thorough' -n $(PROCESSES) --dist loadscope
 
 check: $(VENV)/.tests
 	@echo '==> format, lint, types, import contracts, public names'
