@@ -160,7 +160,7 @@ def test_a_view_ends_where_its_storage_goes_on():
     outside = Layout.of({"tp": 1}, (4, 3), [(12,)], [Piece((Axis(12, 1, 0, 1),))])
 
     assert extract(ROWS, window, 1).tolist() == [[16, 17, 18], [19, 20, 21]]
-    object.__setattr__(outside.all_pieces[0], "full_base", 1)  # as no constructor would
+    Piece.full_base.__set__(outside.all_pieces[0], 1)  # as no constructor would
     with pytest.raises(LayoutError, match="leaves the memory of an array"):
         extract(outside, window, 0)
 
