@@ -21,6 +21,7 @@ from restride.errors import (
     StoppedError,
 )
 from restride.executors.events import NullObserver
+from restride.executors.leading import Host
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE, run
 from restride.testing.contents import tree
@@ -83,6 +84,19 @@ def test_processes_of_a_pool_write_what_one_writes(tmp_path, reference, parts):
     assert tree(tmp_path / "out") == reference
     assert (report.written_nbytes, report.resumed_nbytes) == (205236, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "reference"]
+
+
+def test_parts_that_are_seen_to_be_done_only_when_their_tasks_are_over_end_it(
+    tmp_path, reference, monkeypatch
+):
+    look = Host._look
+    monkeypatch.setattr(
+        Host, "_look", lambda host: not all(m.has_joined for m in host.members) and look(host)
+    )
+
+    api.convert(SAMPLE, tmp_path / "out", executor=Now(), parts=3, **OPTIONS)
+
+    assert tree(tmp_path / "out") == reference
 
 
 def test_a_cluster_of_dask_writes_what_one_process_writes(tmp_path, monkeypatch):

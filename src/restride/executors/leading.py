@@ -175,11 +175,11 @@ class Host:
         while True:
             self.require_sound()
             with self._changed:
+                self._require_nobody_lost()  # which looks at those whose task is over
                 if all(member.is_done for member in self._members):
                     self._team = None  # who comes now finds the output
                     return
                 unsure = [m for m in self._members if m.is_complete and not m.is_sound]
-                self._require_nobody_lost()
                 waited_for = self._waited_for()  # here: the next moment all may be done
             if unsure and not self._tasks:
                 found = look_into(unsure[0])
