@@ -105,14 +105,14 @@ def test_long_runs_are_streamed_and_all_else_is_put_together():
         stored = store(source, DTYPES["float32"], full)
         job, _ = job_between(stored, target, DTYPES[dtype])
         plan = plan_conversion(stored.files, [job], budget_nbytes=BUDGET, workers=1)
-        return [region.streamed_numel * 4 for region in plan.regions]
+        return [bool(region.streamed_numel) for region in plan.regions]
 
     whole = whole_layout((256, 1024))
-    assert streamed(rows, whole) == [4 << 20]
-    assert streamed(rows, split((256, 1024), mesh={"tp": 4})) == [4 << 20] * 4
-    assert streamed(columns, whole) == [0]
-    assert streamed(rows, whole, "bfloat16") == [0]
-    assert streamed(replicated((256, 1024), mesh=as_mesh("tp=2")), whole) == [0]
+    assert streamed(rows, whole) == [True]
+    assert streamed(rows, split((256, 1024), mesh={"tp": 4})) == [True] * 4
+    assert streamed(columns, whole) == [False]
+    assert streamed(rows, whole, "bfloat16") == [False]
+    assert streamed(replicated((256, 1024), mesh=as_mesh("tp=2")), whole) == [False]
 
 
 @pytest.mark.parametrize("file_count", [1, 2])

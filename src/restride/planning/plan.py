@@ -42,8 +42,9 @@ __all__ = [
 # What a worker holds at one time: the step, a replica to compare it with, the span of a strided
 # read, the same step in another dtype, and four temporaries while differences are computed.
 BUFFERS_PER_WORKER: Final = 8
-# Work on a step costs as much as some ten kilobytes: where no buffer has to hold it, it is longer.
-_STREAMED_NBYTES: Final = 4 << 20
+# Python's work on a step takes as long as moving 200 kB: where no buffer has to hold it, it is
+# longer, and still done in some hundredths of a second.
+_STREAMED_NBYTES: Final = 16 << 20
 _SHORTEST_RUN_NBYTES: Final = 64 << 10
 # What is read stays in the core's cache until it is digested and written.
 _CHUNK_NBYTES: Final = 128 << 10
