@@ -165,11 +165,12 @@ def test_a_digester_of_few_rows_takes_the_memory_it_says():
         assert scratch_nbytes(rows) / 2 < peak <= scratch_nbytes(rows)
 
 
-def test_a_table_of_many_small_regions_takes_the_memory_it_says():
+@pytest.mark.parametrize("files", [1, 700, 3000])
+def test_a_table_of_many_small_regions_takes_the_memory_it_says(files):
     ranks = 3000
     source = store(replicated((ranks,), mesh={"tp": 1}), DTYPES["uint16"], np.arange(ranks) * 7)
     job, _ = job_between(source, split((ranks,), mesh={"tp": ranks}, dim=0), DTYPES["uint16"])
-    places = tuple(Region(0, 2 * rank) for rank in range(ranks))
+    places = tuple(Region(rank * files // ranks, 2 * rank) for rank in range(ranks))
     job = replace(job, target_regions=places)
     plan = plan_conversion(source.files, [job], budget_nbytes=1 << 24, workers=1)
     gc.collect()
@@ -178,10 +179,28 @@ def test_a_table_of_many_small_regions_takes_the_memory_it_says():
         table = BlockTable(plan.regions, digest_rows=1)
         for number in range(ranks):
             table.set_done(Block(number, 0, (1 << 126) + number))
-        taken, _ = tracemalloc.get_traced_memory()
+        _, taken = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
 
     assert 0 < taken <= TABLE_NBYTES * ranks
     assert table.digests(ranks - 1) == [(1 << 126) + ranks - 1]
     assert table.left_nbytes() == 0
+    for number in range(0, ranks, 97):
+        file, start = places[number].file, places[number].start_nbytes
+        assert [tuple(part) for part in table.parts(file, start, 2)] == [(number, 0, 0, 2)]
+
+
+def test_files_without_bytes_of_tensors_are_left_out_by_a_table():
+    source = store(replicated((12,), mesh={"tp": 1}), DTYPES["uint16"], np.arange(12))
+    job, _ = job_between(source, split((12,), mesh={"tp": 4}, dim=0), DTYPES["uint16"])
+    places = Region(2, 8), Region(2, 50), Region(5, 0), Region(9, 7)
+    jobs = [replace(job, target_regions=places)]
+    plan = plan_conversion(source.files, jobs, budget_nbytes=1 << 24, workers=1)
+
+    table = BlockTable(plan.regions, digest_rows=1)
+
+    found = [table.parts(place.file, place.start_nbytes, 6) for place in places]
+    assert [[tuple(part) for part in parts] for parts in found] == [
+        [(number, 0, 0, 6)] for number in range(4)
+    ]

@@ -6,6 +6,7 @@ import gc
 import tracemalloc
 
 import pytest
+from msgspec.structs import replace
 
 from restride.checkpoint.catalog import FileEntry, Region, StateEntry
 from restride.checkpoint.dtypes import DTYPES
@@ -70,8 +71,27 @@ def test_tensors_that_are_cut_alike_share_what_fills_them():
         planned([job(number, *flat(4)) for number in range(count)]) for count in (10, 1000)
     )
 
-    assert many.objects_nbytes - few.objects_nbytes == 990 * 256
+    assert many.objects_nbytes - few.objects_nbytes == 990 * 320
     assert len({id(region.pattern) for region in many.regions}) == 1
+
+
+def test_steps_of_many_regions_of_one_file_take_no_more_than_the_plan_is_said_to_take():
+    one = whole_layout((1,))
+    jobs = [
+        replace(job(number, one, one), target_regions=(Region(0, 4 * number),))
+        for number in range(3000)
+    ]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        plan = planned(jobs)
+        count = sum(1 for lane in plan.lanes() for _ in lane)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert count == 3000
+    assert most <= plan.objects_nbytes
 
 
 @pytest.mark.parametrize("workers", [1, 4])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from itertools import accumulate, groupby
+from itertools import accumulate
 from threading import Lock, local
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_NBYTES", "TABLE_NBYTES", "Block", "BlockPart", "BlockTable"]
 
 BLOCK_NBYTES: Final = 4 << 20
-# What the table takes for a block that is the only one of its region, as those of many ranks are:
-# five numbers, and a digest when it is done.
-TABLE_NBYTES: Final = 96
+# What the table takes for a block that is the only one of its region, as those of many ranks are,
+# and of its file, as those of many tensors may be: six numbers, and a digest when it is done.
+TABLE_NBYTES: Final = 104
 
 
 class Block(Frozen):
@@ -81,11 +81,12 @@ class BlockTable:
         # Regions without bytes may start where the next one does.
         self._numbers = array("q", (n for n, region in enumerate(regions) if region.nbytes))
         self._starts = array("q", (regions[n].target_start_nbytes for n in self._numbers))
-        self._files: dict[int, tuple[int, int]] = {}
-        stop = 0
-        for file, numbers in groupby(self._numbers, lambda number: regions[number].target_file):
-            start, stop = stop, stop + sum(1 for _ in numbers)
-            self._files[file] = start, stop
+        # A file has those from its first one to that of the next file.
+        self._files = array("q")
+        for place, number in enumerate(self._numbers):
+            new = regions[number].target_file + 1 - len(self._files)
+            self._files.extend([place] * new)
+        self._files.append(len(self._numbers))
         self._lock = Lock()
         self._local = local()
 
@@ -115,7 +116,7 @@ class BlockTable:
 
     def parts(self, file: int, start_nbytes: int, nbytes: int) -> list[BlockPart]:
         """Cut bytes of a region at the ends of its blocks."""
-        low, high = self._files[file]
+        low, high = self._files[file : file + 2]
         number = self._numbers[bisect_right(self._starts, start_nbytes, low, high) - 1]
         start = start_nbytes - self.regions[number].target_start_nbytes
         stop = start + nbytes
