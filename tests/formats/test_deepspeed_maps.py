@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import tracemalloc
 from fractions import Fraction
 
 import pytest
 
 from restride.algebra.mesh import Mesh
 from restride.algebra.signature import same_layout
+from restride.checkpoint.values import Constructed, GlobalName
 from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
-from restride.formats.deepspeed import from_affine_map
+from restride.formats.deepspeed import from_affine_map, maps
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed.maps import read_affine_maps
 from restride.layouts import bigcode_qkv, codegen_qkv, replicated, segmented, split, sub_params
@@ -355,5 +357,52 @@ def test_a_number_of_thousands_of_digits_is_refused():
     lying = {**columns(), "logical_shape": [10**5000, 4]}
     stored = Field({"params": {"a": lying}}, "info")
 
-    with pytest.raises(FormatError, match="a number that cannot be counted"):
+    with pytest.raises(FormatError, match="an integer of 16610 bits"):
         list(read_affine_maps(stored, Mesh((("tp", 2),))))
+
+
+@pytest.mark.parametrize("many", [[], {}, ()], ids=lambda many: type(many).__name__)
+def test_a_text_that_a_map_refers_to_again_and_again_is_not_spelled_out(many):
+    """A file of a megabyte may say so gigabytes."""
+    long = "x" * (1 << 20)
+    shared = dict.fromkeys(range(64), long) if many == {} else type(many)([long] * 64)
+    lying = {**columns(), "logical_shape": [[shared] * 4, 4]}
+    stored = Field({"params": {"a": columns(), "b": lying}}, "info")
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match=r"params'\]\['b'\]\['logical_shape'\]"):
+            list(read_affine_maps(stored, Mesh((("tp", 2),))))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_an_object_of_a_map_holds_besides_is_not_spelled_out():
+    sound = columns()
+    ranks = Constructed(
+        GlobalName("collections", "defaultdict"),
+        (["x" * (1 << 20)] * 64,),
+        pairs=list(sound["ranks"].items()),
+    )
+    stored = Field({"params": {"a": {**sound, "ranks": ranks}, "b": {**sound, "ranks": ranks}}}, "")
+    tracemalloc.start()
+    try:
+        first, second = (layout for _, layout in read_affine_maps(stored, Mesh((("tp", 2),))))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert first == second == from_affine_map(sound)
+
+
+def test_maps_are_compared_with_so_many_and_read_alike_beyond_them(monkeypatch):
+    stored = Field({"params": {"a": whole(), "b": columns(), "c": columns(), "d": whole()}}, "info")
+    mesh = Mesh((("tp", 2),))
+    alike = dict(read_affine_maps(stored, mesh))
+    monkeypatch.setattr(maps, "_MOST_KNOWN", 1)
+    apart = dict(read_affine_maps(stored, mesh))
+
+    assert alike["b"] is alike["c"]
+    assert alike["a"] is alike["d"]
+    assert apart["b"] is not apart["c"]
+    assert apart["a"] is apart["d"]
+    assert alike == apart

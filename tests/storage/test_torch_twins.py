@@ -123,6 +123,36 @@ def test_every_kind_of_value_is_found_as_it_is_read(body: bytes) -> None:
     require_twin(body)
 
 
+def chained_under_keys(levels: int) -> bytes:
+    """A long chain of lists; each link is the part of a key, too, where it is met first."""
+    links = (
+        (b"]" + (WEIGHT if not n else b"j" + struct.pack("<I", 1000 + n - 1)) + b"a")
+        + (b"r" + struct.pack("<I", 1000 + n) + b"0")
+        for n in range(levels)
+    )
+    keys = (call("a.B", b"j" + struct.pack("<I", 1000 + n)) + b"N" for n in range(levels))
+    last = b"j" + struct.pack("<I", 1000 + levels - 1)
+    return b"".join(links) + b"}(" + call("a.B") + last + b"".join(keys) + b"u"
+
+
+@pytest.mark.parametrize("levels", [5, 46, 47, 48, 49, 50, 51, 190])
+def test_a_chain_that_is_met_at_all_its_links_first_is_found_as_it_is_read(levels: int) -> None:
+    require_twin(chained_under_keys(levels))
+
+
+def test_a_chain_that_is_met_at_all_its_links_first_is_not_followed(tmp_path: Path) -> None:
+    """Python's stack may be full to the half where a file is opened."""
+
+    def deep_down(calls: int, files: TorchFiles, path: Path):
+        return files.open(path) if not calls else deep_down(calls - 1, files, path)
+
+    files = TorchFiles()
+    first, second = (written(tmp_path, name, chained_under_keys(190)) for name in "ab")
+    files.open(first)
+
+    assert deep_down(500, files, second).value
+
+
 def test_what_refers_to_no_storage_is_one_value(tmp_path: Path) -> None:
     body = dictionary((text("w"), listed(WEIGHT)), (text("info"), listed(listed(integer(1)))))
     files = TorchFiles()

@@ -546,6 +546,32 @@ def test_all_files_of_an_output_are_there_when_none_was_written_to(tmp_path: Pat
     assert tree(tmp_path / "out") == {"a": b"\0\0c", "d/b": b"x\0", "d/e": b"\0"}
 
 
+def test_an_output_is_not_published_before_all_of_its_files_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held_up(monkeypatch) as others, atomic_directory(tmp_path / "out") as directory:
+        directory.begin_creating(LATE)
+        Timer(0.1, others.set).start()
+
+    assert tree(tmp_path / "out") == {"a": b"\0\0c", "d/b": b"x\0", "d/e": b"\0"}
+
+
+def test_an_output_is_not_published_of_which_a_file_cannot_be_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish() -> None:
+        with (
+            held_up(monkeypatch, errno.ENOSPC) as others,
+            atomic_directory(tmp_path / "out") as directory,
+        ):
+            directory.begin_creating(LATE)
+            Timer(0.1, others.set).start()
+
+    with pytest.raises(ExecutionError, match=r"d/b: no room for 2 bytes"):
+        publish()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_whoever_writes_is_told_that_a_file_cannot_be_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -284,12 +284,13 @@ class OutputFiles:
             sync_path(folder)
 
     def sync(self) -> None:
-        """Make everything durable that is not yet.
+        """Make everything durable that is not yet, all files that are being created among it.
 
         Raises:
             ExistsError: Somebody put another file into the folder.
             ExecutionError: The system cannot do it: a write that it had accepted was lost.
         """
+        self.finish_creating()
         self.close()
         self._require_no_other()
         self.sync_files(sorted(self._unsynced))

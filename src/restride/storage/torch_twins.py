@@ -146,23 +146,32 @@ def _holders(root: Value) -> Collection[int]:
     Raises:
         UnsupportedError: They are nested so deep that a recursion may not follow them.
     """
-    known: dict[int, bool] = {}
+    known: dict[int, int] = {}
 
-    def holds(value: Value, depth: int) -> bool:
+    def levels(value: Value, depth: int) -> int:
+        """How far down its storages go, by whatever way; 0 where it refers to none."""
         if isinstance(value, (Storage, StoredTensor)):
-            return True
+            return 1
         if id(value) not in known:
             if depth > _DEEPEST:
-                raise UnsupportedError(f"values are nested deeper than {_DEEPEST} levels")
+                raise _too_deep()
             parts = _parts(value)
             inner = () if _PLAIN.issuperset(map(type, parts)) else parts
             # Each of them is looked into, also behind one that does.
-            found = [holds(part, depth + 1) for part in inner if type(part) not in _PLAIN]
-            known[id(value)] = any(found)
+            found = [levels(part, depth + 1) for part in inner if type(part) not in _PLAIN]
+            deepest = max(found, default=0)
+            # What is shared may have been met first where it is not as deep as elsewhere.
+            if deepest > _DEEPEST:
+                raise _too_deep()
+            known[id(value)] = deepest + 1 if deepest else 0
         return known[id(value)]
 
-    holds(root, 0)
-    return {number for number, does in known.items() if does}
+    levels(root, 0)
+    return {number for number, deepest in known.items() if deepest}
+
+
+def _too_deep() -> UnsupportedError:
+    return UnsupportedError(f"values are nested deeper than {_DEEPEST} levels")
 
 
 def _parts(value: Value) -> Collection[Value]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
+from itertools import chain
 from math import gcd, isfinite, prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -20,7 +21,7 @@ from restride.algebra.fold import fold
 from restride.algebra.layout import Layout
 from restride.algebra.mesh import as_mesh
 from restride.algebra.piece import Axis, Piece
-from restride.errors import CorruptError, FormatError, LayoutError, UnsupportedError
+from restride.errors import CorruptError, LayoutError, UnsupportedError
 from restride.formats.deepspeed._fields import Field, shown
 from restride.frozen import Frozen
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from restride.algebra.mesh import Mesh, MeshLike
+    from restride.checkpoint.values import Value
 
 __all__ = [
     "MAP_VERSION",
@@ -48,6 +50,9 @@ _BOX_KEYS: Final = frozenset({"shape", "source", "dest", "locations", "scale"})
 
 # Blocks of all shards that are folded together; a table with more of them follows no arithmetic.
 _MOST_BLOCKS: Final = 1 << 14
+# Different maps of a checkpoint that others are compared with.
+_MOST_KNOWN: Final = 64
+_PLAIN: Final = frozenset({bool, int, float, str, type(None)})
 
 
 class _Box(Frozen):
@@ -129,22 +134,36 @@ def read_affine_maps(stored: Field, mesh: Mesh) -> Iterator[tuple[str, Layout]]:
         UnsupportedError: As for `from_affine_map`, or the maps have a version from the future.
     """
     require_map_version(stored)
-    # Layers repeat: a model has some ten different maps, not thousands. What is spelled alike, down
-    # to the types, means the same; equality would take True for 1.
-    known: dict[str, Layout] = {}
+    # Layers repeat: a model has some ten different maps, not thousands.
+    known: list[tuple[Value, str, Layout]] = []
     for pattern, entry in stored.at("params").items():
-        spelled = _spelled(entry)
-        if spelled not in known:
-            known[spelled] = _lower(_read_map(entry), mesh, entry.where)
-        yield pattern, known[spelled]
+        layout = _alike(entry.value, known)
+        if layout is None:
+            layout = _lower(_read_map(entry), mesh, entry.where)
+            if len(known) < _MOST_KNOWN and _is_plain(entry.value):
+                known.append((entry.value, repr(entry.value), layout))
+        yield pattern, layout
 
 
-def _spelled(entry: Field) -> str:
-    try:
-        return repr(entry.value)
-    except ValueError:
-        # Python does not spell an integer of thousands of digits, and no field of a map is one.
-        raise FormatError("has a number that cannot be counted", where=entry.where) from None
+def _alike(value: Value, known: Sequence[tuple[Value, str, Layout]]) -> Layout | None:
+    """What a map means that is spelled as one that was read, down to the types.
+
+    Equality would take True for 1. But only what is equal to a sound map is spelled out: a text
+    that some other value refers to again and again may be gigabytes.
+    """
+    for sound, spelled, layout in known:
+        if value == sound and repr(value) == spelled:
+            return layout
+    return None
+
+
+def _is_plain(value: Value) -> bool:
+    """Whether all of a sound map was read. An object may hold more than what was read of it."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, chain(value, value.values())))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN
 
 
 def require_map_version(stored: Field) -> None:
