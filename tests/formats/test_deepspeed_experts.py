@@ -151,6 +151,23 @@ def test_folded_experts_are_whole_and_other_weights_are_cut(folded):
     assert layouts["model.layers.0.self_attn.q_proj.weight"].shard_shapes == ((2, (4, 8)),)
 
 
+def test_a_file_that_two_ranks_wrote_at_one_time_is_told_of_and_read(folded):
+    """As DeepSpeed leaves it: the checksum of one rank, and in its directory that of the other."""
+    before = read_catalog(folded)
+    path = folded / "step" / "layer_0_expert_0_mp_rank_00_model_states.pt"
+    content = bytearray(path.read_bytes())
+    entry = content.index(b"PK\1\2")
+    content[entry + 16] ^= 1
+    path.write_bytes(content)
+
+    catalog = read_catalog(folded)
+
+    (finding,) = (found for found in catalog.findings if found not in before.findings)
+    assert (finding.severity, finding.kind) == ("warning", "written-twice")
+    assert finding.where == path.name
+    assert catalog.tensors == before.tensors
+
+
 def copied(folder: Path, number: int) -> Path:
     """The file of an expert once more, of the other tensor-parallel rank."""
     name = f"layer_0_expert_{number}_mp_rank_0{{}}_model_states.pt"

@@ -6,6 +6,7 @@ import io
 import pickle
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from msgspec.structs import replace
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import Constructed, GlobalName, Storage, StoredTensor
 from restride.errors import CorruptError, ExecutionError, FormatError, RestrideError
+from restride.storage import zip_directory
 from restride.storage.pickle_vm import Limits
 from restride.storage.ranges import RangeFile
-from restride.storage.torch_zip import open_torch_zip
+from restride.storage.torch_zip import TorchFile, open_torch_zip
 from restride.storage.zip_directory import read_zip_directory
 from restride.testing.hostile import Hostile, callers, hostile_pickles
 from restride.testing.hostile_torch import hostile_torch_files, valid_torch_file
@@ -42,10 +44,47 @@ PLACE = storage("0", 6)
 WEIGHT = tensor(PLACE, (2, 3), (3, 1))
 
 
-def opened(folder: Path, content: bytes, limits: Limits | None = None) -> object:
+def opened(folder: Path, content: bytes, limits: Limits | None = None) -> TorchFile:
     path = folder / "a.pt"
     path.write_bytes(content)
     return open_torch_zip(path, limits=limits or Limits())
+
+
+@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize("directory_of", [0, 1])
+def test_a_record_that_two_processes_wrote_is_what_one_of_them_wrote(
+    tmp_path: Path, last: int, directory_of: int
+) -> None:
+    """Both write the same bytes but for a number, and the checksums of it."""
+    pickles = [stream(dictionary((text("rank"), integer(n)), (text("w"), WEIGHT))) for n in (0, 1)]
+    sums = [zlib.crc32(content) for content in pickles]
+    first, *others = torch_records(pickles[last], {"0": FLOATS})
+    length = len(pickles[0])
+    torn = replace(
+        first,
+        central={"crc32": sums[directory_of]},
+        descriptor=struct.pack("<4s3L", b"PK\7\10", sums[1 - directory_of], length, length),
+    )
+
+    file = opened(tmp_path, zip_file([torn, *others]))
+
+    assert file.value["rank"] == last
+    assert file.is_written_twice
+    assert file.records["data.pkl"].crc32 == sums[last]
+    assert not opened(tmp_path, zip_file([first, *others])).is_written_twice
+
+
+def test_a_tensor_that_two_processes_wrote_is_not_read_through_for_its_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = torch_records(stream(WEIGHT), {"0": FLOATS})
+    records[4] = replace(records[4], central={"crc32": 1})
+    content = zip_file(records)
+    assert opened(tmp_path, content).is_written_twice
+
+    monkeypatch.setattr(zip_directory, "_LONGEST_READ_NBYTES", len(FLOATS) - 1)
+    with pytest.raises(CorruptError, match=r"data/0.*two processes wrote the file at one time"):
+        opened(tmp_path, content)
 
 
 def value_of(folder: Path, body: bytes) -> object:

@@ -49,6 +49,11 @@ class TorchFile(Frozen):
     storages: Mapping[str, Storage]
     records: Mapping[str, ZipRecord]
 
+    @property
+    def is_written_twice(self) -> bool:
+        """Whether two processes wrote the file at one time, each record as one of them had it."""
+        return any(record.is_written_twice for record in self.records.values())
+
 
 class TorchFiles:
     """Opens files of ``torch.save``, each of them once: what it held is kept as long as this is.
@@ -72,6 +77,10 @@ class TorchFiles:
             with RangeFile(name) as file:
                 self._opened[name] = _read(file, _DEFAULT_LIMITS, self._twins)
         return self._opened[name]
+
+    def written_twice(self) -> tuple[str, ...]:
+        """Paths of the files that two processes wrote at one time."""
+        return tuple(path for path, file in self._opened.items() if file.is_written_twice)
 
 
 def open_torch_zip(path: str | PathLike[str], *, limits: Limits = _DEFAULT_LIMITS) -> TorchFile:

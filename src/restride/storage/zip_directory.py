@@ -4,12 +4,19 @@ A zip file describes each record twice, in a header before it and in a directory
 readers that believe different halves see different files. So this reader accepts what torch writes
 and nothing else: stored records, one after the other from the first byte to the directory, each
 described the same in both places. Only headers and directory are read.
+
+Of one thing two accounts are taken: the checksum of a short record may differ where both of two
+processes that wrote the file at one time left theirs. Then the record is read, and has to be what
+one of them wrote.
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from restride.errors import CorruptError, RestrideError, UnsupportedError
 from restride.frozen import Frozen
@@ -30,6 +37,7 @@ _EXTRA: Final = struct.Struct("<2H")
 _WIDE_EXTRA: Final = 1
 
 _LARGEST_DIRECTORY_NBYTES: Final = 64 << 20
+_LONGEST_READ_NBYTES: Final = 16 << 20
 _HAS_DESCRIPTOR: Final = 1 << 3
 _IS_UTF8: Final = 1 << 11
 _IS_ENCRYPTED: Final = 1 << 0 | 1 << 6 | 1 << 13
@@ -46,12 +54,15 @@ class ZipRecord(Frozen):
         nbytes: Length of its content.
         crc32: Checksum of its content as the file states it. Torch can be told not to compute it,
             so a wrong one proves nothing.
+        is_written_twice: Whether the file states another one besides, and the content has one of
+            the two.
     """
 
     name: str
     start_nbytes: int
     nbytes: int
     crc32: int
+    is_written_twice: bool = False
 
 
 class _Entry(Frozen):
@@ -99,8 +110,11 @@ def read_zip_directory(file: RangeFile) -> tuple[ZipRecord, ...]:
         try:
             if entry.header_start != at:
                 raise CorruptError(f"starts at byte {entry.header_start}, not at byte {at}")
-            records.append(_record(file, entry, start))
-            _require_end(file, entry, records[-1], follower)
+            record = _record(file, entry, start)
+            other_crc32 = _sum_after(file, entry, record, follower)
+            if other_crc32 != entry.crc32:
+                record = _written_twice(file, record, other_crc32)
+            records.append(record)
         except RestrideError as error:
             raise error.located(f"record {entry.name!r}") from None
         at = follower
@@ -243,8 +257,12 @@ def _require_sizes(
         )
 
 
-def _require_end(file: RangeFile, entry: _Entry, record: ZipRecord, follower: int) -> None:
-    """Check what stands between the content of a record and what follows it."""
+def _sum_after(file: RangeFile, entry: _Entry, record: ZipRecord, follower: int) -> int:
+    """Check what stands between the content of a record and what follows it.
+
+    Returns:
+        The checksum of the content that is stated there, or that of the directory.
+    """
     end = record.start_nbytes + record.nbytes
     if follower < end:
         raise CorruptError(
@@ -254,13 +272,32 @@ def _require_end(file: RangeFile, entry: _Entry, record: ZipRecord, follower: in
     if not entry.flags & _HAS_DESCRIPTOR:
         if follower != end:
             raise CorruptError(f"{follower - end} bytes at byte {end} belong to no record")
-        return
+        return entry.crc32
     form = {d.size: d for d in (_DESCRIPTOR, _WIDE_DESCRIPTOR)}.get(follower - end)
     if form is None:
         raise CorruptError(f"{follower - end} bytes at byte {end} are no descriptor")
-    found = form.unpack(file.read(end, form.size))
-    if found != (b"PK\7\10", entry.crc32, entry.nbytes, entry.nbytes):
+    crc32: int
+    signature, crc32, *sizes = form.unpack(file.read(end, form.size))
+    if signature != b"PK\7\10" or sizes != [entry.nbytes, entry.nbytes]:
         raise CorruptError(
-            f"the descriptor after it gives sizes {found[2:]} and checksum {found[1]}, "
+            f"the descriptor after it gives sizes {tuple(sizes)} and checksum {crc32}, "
             f"the directory {entry.nbytes} and {entry.crc32}"
         )
+    return crc32
+
+
+def _written_twice(file: RangeFile, record: ZipRecord, other_crc32: int) -> ZipRecord:
+    """Accept a record with two checksums that is what one of two processes wrote.
+
+    Of ranks that hold the same experts DeepSpeed 0.19.8 lets several write one file at one time,
+    where experts are folded into tensor parallelism (`runtime/engine.py`,
+    `autoep_expert_writer`); what they write differs in a number. Every some ten saves of small
+    experts leave such a file, and torch, which looks at no checksum, loads it.
+    """
+    stated = f"the descriptor after it gives checksum {other_crc32}, the directory {record.crc32}"
+    if record.nbytes > _LONGEST_READ_NBYTES:
+        raise CorruptError(f"{stated}: two processes wrote the file at one time")
+    crc32 = zlib.crc32(file.read(record.start_nbytes, record.nbytes))
+    if crc32 not in {record.crc32, other_crc32}:
+        raise CorruptError(f"{stated}, and the content has {crc32}")
+    return replace(record, crc32=crc32, is_written_twice=True)

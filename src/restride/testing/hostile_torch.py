@@ -100,6 +100,9 @@ def _records() -> Iterator[Hostile]:
     yield Hostile("another_checksum_before", lying(header={"crc32": 1}), "the header gives sizes")
     yield Hostile("no_descriptor", lying(descriptor=b""), "are no descriptor")
     yield Hostile("wrong_descriptor", lying(descriptor=b"PK\7\10" + bytes(12)), "the descriptor")
+    yield Hostile(
+        "neither_sum", lying(central={"crc32": 1}, descriptor=_descriptor(2)), "the content has"
+    )
     yield Hostile("odd_descriptor", lying(descriptor=bytes(20)), "are no descriptor")
     yield Hostile("bytes_of_nobody", lying(flags=0x0800, descriptor=bytes(8)), "to no record")
     yield Hostile("no_wide_size", lying(central={"nbytes": 0xFFFFFFFF}), "is not there")
@@ -213,6 +216,10 @@ def _v3(dtype: str, *metadata: bytes) -> bytes:
         name(f"torch.{dtype}"),
         *metadata,
     )
+
+
+def _descriptor(crc32: int, nbytes: int = 24) -> bytes:
+    return struct.pack("<4s3L", b"PK\7\10", crc32, nbytes, nbytes)
 
 
 def _wide(*words: int) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from restride.checkpoint.catalog import Catalog
+from restride.checkpoint.catalog import Catalog, Finding
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._chunks import read_chunks
 from restride.formats.deepspeed._consistency import find_contradictions
@@ -70,7 +70,8 @@ def read_catalog(
     Cost:
         The metadata of every file is read, no tensor is. O(parameters * ranks).
     """
-    runs = open_stages(Path(path), opened or TorchFiles(), tied=tied)
+    opened = opened or TorchFiles()
+    runs = open_stages(Path(path), opened, tied=tied)
     run = runs[0]
     experts, files = _experts(run)
     read = read_chunks if run.is_partitioned else read_partitions
@@ -88,6 +89,7 @@ def read_catalog(
         run.findings.extend(told.findings())
     optimizers = expert_optimizers(run, ranks)
     run.findings.extend(found for stage in runs for found in find_contradictions(stage, optimizers))
+    run.findings.extend(map(_written_twice, opened.written_twice()))
     return Catalog(
         format=f"deepspeed zero-{_stage(run)}",
         root=str(run.root),
@@ -99,6 +101,15 @@ def read_catalog(
         is_cut_told=told is not None and bool(told.layouts),
         tied=tied if run.names is not None and run.names.tied_to is not None else None,
     )
+
+
+def _written_twice(path: str) -> Finding:
+    message = (
+        "two ranks wrote the file at one time, as DeepSpeed lets ranks do that hold the same "
+        "experts (0.19.8, experts folded into tensor parallelism); every part of it is as one of "
+        "them wrote it, and where they held the same, nothing is lost"
+    )
+    return Finding("warning", "written-twice", message, Path(path).name)
 
 
 def _names(runs: Sequence[Run]) -> Collection[str]:
