@@ -490,3 +490,31 @@ def test_nesting_without_marks_is_bounded_alike() -> None:
 
         assert isinstance(found, bytes) == (levels <= 3)
         assert found == outcome(stream(b"N" + b"\x85" * levels), Limits(depth=3), shortcuts=False)
+
+
+BIG = [integer((1 << 61) + n) for n in range(9)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"]", b"}", b")", b"N\x85", b"NN\x86"),
+        listed(b"]", b"}", listed(integer(1), integer(300), text("a"))),
+        dictionary((text("a"), b"]"), (text("b"), b"}"), (text("c"), tuple_of(b"N", b"N"))),
+        # Keys whose hashes may be chosen cost more, some of them behind those that do not.
+        dictionary(*((key, b"N") for key in BIG)),
+        dictionary((text("a"), b"N"), *((key, b"N") for key in BIG)),
+        dictionary((tuple_of(tuple_of(tuple_of(b"N", b"N"))), b"N")),
+        dictionary((tuple_of(tuple_of(b"N"), b"N"), dictionary((text("a"), listed(b"N"))))),
+        call("collections.OrderedDict") + b"(" + text("a") + listed(b"]") + b"u",
+        call("a.B", b"N") + b"(" + text("a") + listed(b"]") + b"u" + b"]b",
+    ],
+)
+def test_every_limit_is_reached_at_the_same_value_by_the_fast_lane(body: bytes) -> None:
+    content = stream(body)
+    cases = [Limits(work=work) for work in range(60)]
+    cases += [Limits(depth=depth) for depth in range(8)]
+    cases += [Limits(expanded=expanded) for expanded in range(30)]
+
+    for limits in cases:
+        assert outcome(content, limits) == outcome(content, limits, shortcuts=False), limits

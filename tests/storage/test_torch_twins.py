@@ -107,6 +107,11 @@ def test_any_value_is_found_as_it_is_read(body: bytes) -> None:
         + listed(WEIGHT)
         + b"b",
         call("a.B") + b"(" + WEIGHT + integer(1) + b"u",
+        # What is called, and its keyword arguments.
+        call("a.B", WEIGHT) + b")R",
+        name("a.B") + b")" + dictionary((text("k"), WEIGHT)) + b"\x92",
+        call("a.B", WEIGHT) + b"(" + tuple_of(FLOATS) + integer(1) + b"u",
+        call("collections.OrderedDict") + b"(" + tuple_of(FLOATS) + integer(1) + b"u",
         call("builtins.set", listed(FLOATS, integer(1))),
         call("builtins.frozenset", listed(FLOATS)),
         # Bytes that are read as another type than their storage's.
@@ -126,7 +131,7 @@ def test_every_kind_of_value_is_found_as_it_is_read(body: bytes) -> None:
 def chained_under_keys(levels: int) -> bytes:
     """A long chain of lists; each link is the part of a key, too, where it is met first."""
     links = (
-        (b"]" + (WEIGHT if not n else b"j" + struct.pack("<I", 1000 + n - 1)) + b"a")
+        listed(WEIGHT, *[b"j" + struct.pack("<I", 1000 + n - 1)] * (n > 0))
         + (b"r" + struct.pack("<I", 1000 + n) + b"0")
         for n in range(levels)
     )
@@ -140,17 +145,26 @@ def test_a_chain_that_is_met_at_all_its_links_first_is_found_as_it_is_read(level
     require_twin(chained_under_keys(levels))
 
 
-def test_a_chain_that_is_met_at_all_its_links_first_is_not_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("body", [chained_under_keys(190), b"]" * 190 + WEIGHT + b"a" * 190])
+def test_what_is_nested_deep_is_not_followed(tmp_path: Path, body: bytes) -> None:
     """Python's stack may be full to the half where a file is opened."""
 
     def deep_down(calls: int, files: TorchFiles, path: Path):
         return files.open(path) if not calls else deep_down(calls - 1, files, path)
 
     files = TorchFiles()
-    first, second = (written(tmp_path, name, chained_under_keys(190)) for name in "ab")
+    first, second = (written(tmp_path, name, body) for name in "ab")
     files.open(first)
 
-    assert deep_down(500, files, second).value
+    assert deep_down(600, files, second).value
+
+
+def test_pickles_of_one_length_are_no_twins(tmp_path: Path) -> None:
+    files = TorchFiles()
+    written(tmp_path, "a", dictionary((text("w"), WEIGHT), (text("step"), integer(1))))
+    written(tmp_path, "b", dictionary((text("w"), WEIGHT), (text("step"), integer(2))))
+
+    assert [files.open(tmp_path / f"{name}.pt").value["step"] for name in "ab"] == [1, 2]
 
 
 def test_what_refers_to_no_storage_is_one_value(tmp_path: Path) -> None:
