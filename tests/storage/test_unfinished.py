@@ -22,13 +22,12 @@ import pytest
 
 from restride.checkpoint.output import Output, OutputFile
 from restride.errors import ExecutionError, ExistsError, PlanError
-from restride.storage import reserving
+from restride.storage import output_files, reserving
+from restride.storage.output_files import OutputFiles
 from restride.storage.unfinished import Purpose, require_startable, unfinished_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from restride.storage.output_files import OutputFiles
 
 FIRST = {"what": "conversion of ckpt", "nbytes": 100}
 
@@ -468,7 +467,10 @@ def test_a_call_that_a_signal_interrupts_is_made_again(monkeypatch: pytest.Monke
     assert not answers
 
 
-def test_what_cannot_fit_in_all_is_refused_before_the_disk_is_full(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["create", "begin_creating"])
+def test_what_cannot_fit_in_all_is_refused_before_the_disk_is_full(
+    tmp_path: Path, how: str
+) -> None:
     system = os.statvfs(tmp_path)
     half = system.f_bavail * system.f_frsize // 2 + (1 << 30)
     output = Output((OutputFile("a", half, ((0, b"x"),)), OutputFile("b", half)))
@@ -476,7 +478,7 @@ def test_what_cannot_fit_in_all_is_refused_before_the_disk_is_full(tmp_path: Pat
 
     def create(files: OutputFiles) -> None:
         try:
-            files.create(output)
+            getattr(files, how)(output)
         finally:
             left.extend(files.path.iterdir())
 
@@ -595,15 +597,24 @@ def test_whoever_writes_is_told_that_a_file_cannot_be_created(
 def test_no_more_files_are_created_when_somebody_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def give_up() -> None:
-        with held_up(monkeypatch) as others, atomic_directory(tmp_path / "out") as directory:
+    created: list[int] = []
+    monkeypatch.setattr(reserving, "fallocate", lambda _, nbytes: created.append(nbytes))
+
+    def give_up(others: Event) -> None:
+        with atomic_directory(tmp_path / "out") as directory:
             directory.begin_creating(LATE)
+            while not (directory.path / "d/b").exists():
+                time.sleep(0.001)
             Timer(0.1, others.set).start()
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        give_up()
+    with held_up(monkeypatch) as others:
+        with pytest.raises(KeyboardInterrupt):
+            give_up(others)
+        # What is removed is not written to any more.
+        assert others.is_set()
 
+    assert created == [3, 2]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -663,6 +674,59 @@ def test_every_file_and_folder_is_synced_before_the_rename(
     assert sorted(files) == [path, f"{path}/a", f"{path}/a/b.bin"]
     assert files[0] == f"{path}/a/b.bin"
     assert synced[-1] == str(tmp_path)
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Paths that were made durable."""
+    found: list[Path] = []
+
+    def record(path: Path) -> None:
+        assert path.exists()
+        found.append(path)
+
+    monkeypatch.setattr(output_files, "sync_path", record)
+    return found
+
+
+@pytest.mark.parametrize("how", ["create", "begin_creating"])
+def test_files_that_nobody_wrote_to_are_made_durable_and_then_their_folders(
+    tmp_path: Path, synced: list[Path], how: str
+) -> None:
+    with OutputFiles(tmp_path / "out") as files:
+        getattr(files, how)(LATE)
+        files.sync()
+        made = [str(path.relative_to(tmp_path)) for path in synced]
+        files.sync()
+
+    # A folder before the one that has its name.
+    assert made == ["out/a", "out/d/b", "out/d/e", "out/d", "out"]
+    assert len(synced) == len(made)
+
+
+@pytest.mark.parametrize("how", ["create", "begin_creating"])
+def test_nothing_is_made_durable_where_nobody_waits_for_the_disk(
+    tmp_path: Path, synced: list[Path], how: str
+) -> None:
+    with OutputFiles(tmp_path / "out", durable=False) as files:
+        getattr(files, how)(LATE)
+        files.sync()
+
+    assert not synced
+
+
+def test_the_name_of_a_later_file_is_made_durable_again(tmp_path: Path, synced: list[Path]) -> None:
+    with OutputFiles(tmp_path / "out") as files:
+        files.preallocate("d/a", 1)
+        files.sync_folders()
+        del synced[:]
+        files.preallocate("d/b", 1)
+        files.sync_folders()
+        files.preallocate("d/e/c", 1)
+        files.sync_folders()
+
+    out = tmp_path / "out"
+    assert synced == [out / "d", out / "d/e", out / "d", out]
 
 
 def test_a_folder_in_the_place_of_a_file_is_an_error(tmp_path: Path) -> None:
