@@ -224,6 +224,28 @@ def test_what_nobody_needs_to_be_told_is_refused(shared, tmp_path, name):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["config.json"]
 
 
+def grained(path, grain, new):
+    """Let the configuration in all files say a `tp_grain_size`."""
+    for file in path.rglob("*_states.pt"):
+        value = open_torch_zip(file).value
+        if "ds_config" in value:
+            parallel = {"tensor_parallel": {"tp": {"tp_grain_size": grain}}}
+            save_value(new, {**value, "ds_config": {**value["ds_config"], **parallel}})
+            new.replace(file)
+
+
+def test_the_grain_that_the_files_say_is_kept_to(shared, tmp_path):
+    path = silent(shared, tmp_path, "llama_tp2_z1")
+    config = written(tmp_path, CONFIGS["llama_tp2_z1"])
+    grained(path, 64, tmp_path / "new.pt")
+    assert api.open(path, source_config=config).is_cut_told
+
+    # All 128 rows of it would be on one rank.
+    grained(path, 96, tmp_path / "new.pt")
+    with pytest.raises(RuleError, match=r"gate_proj.*no shards of shapes \(64, 64\), \(64, 64\)"):
+        api.open(path, source_config=config)
+
+
 def test_the_commands_take_what_is_told(shared, tmp_path, capsys):
     path = silent(shared, tmp_path, "llama_tp2_z1")
     told = ["--source-config", str(written(tmp_path, CONFIGS["llama_tp2_z1"]))]
