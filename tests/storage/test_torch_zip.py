@@ -74,6 +74,32 @@ def test_a_record_that_two_processes_wrote_is_what_one_of_them_wrote(
     assert not opened(tmp_path, zip_file([first, *others])).is_written_twice
 
 
+@pytest.mark.parametrize("where", [0, 3, 4])
+def test_a_file_that_two_processes_wrote_has_no_record_with_the_sum_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: int
+) -> None:
+    """Both accounts of a record may be of one process, and its content of the other."""
+    records = torch_records(stream(WEIGHT), {"0": FLOATS})
+    other = records[where].crc32 ^ 1
+    length = len(records[where].content)
+    records[where] = replace(
+        records[where],
+        central={"crc32": other},
+        descriptor=struct.pack("<4s3L", b"PK\7\10", other, length, length),
+    )
+    assert not opened(tmp_path, zip_file(records)).is_written_twice
+
+    records[5] = replace(records[5], central={"crc32": 1})
+    with pytest.raises(
+        CorruptError, match=rf"record '{records[where].name}': the content has"
+    ) as e:
+        opened(tmp_path, zip_file(records))
+    assert f"the file states {other}" in str(e.value)
+    # Long ones are not read through for it.
+    monkeypatch.setattr(zip_directory, "_LONGEST_READ_NBYTES", len(records[5].content))
+    assert opened(tmp_path, zip_file(records)).is_written_twice
+
+
 def test_a_tensor_that_two_processes_wrote_is_not_read_through_for_its_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ described the same in both places. Only headers and directory are read.
 
 Of one thing two accounts are taken: the checksum of a short record may differ where both of two
 processes that wrote the file at one time left theirs. Then the record is read, and has to be what
-one of them wrote.
+one of them wrote; so has every other short record of the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from restride.frozen import Frozen
 from restride.storage.zip_end import ALL_ONES, find_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from restride.storage.ranges import RangeFile
 
@@ -120,6 +120,8 @@ def read_zip_directory(file: RangeFile) -> tuple[ZipRecord, ...]:
         at = follower
     if at != start:
         raise CorruptError(f"no record stands before the zip directory at byte {start}")
+    if any(record.is_written_twice for record in records):
+        _require_sums(file, records)
     return tuple(records)
 
 
@@ -301,3 +303,21 @@ def _written_twice(file: RangeFile, record: ZipRecord, other_crc32: int) -> ZipR
     if crc32 not in {record.crc32, other_crc32}:
         raise CorruptError(f"{stated}, and the content has {crc32}")
     return replace(record, crc32=crc32, is_written_twice=True)
+
+
+def _require_sums(file: RangeFile, records: Iterable[ZipRecord]) -> None:
+    """Refuse a short record whose two accounts one process left, and its content another.
+
+    Elsewhere no checksum is looked at. In a file that two processes wrote at one time, it is all
+    that tells whose a record is.
+    """
+    for record in records:
+        if record.is_written_twice or record.nbytes > _LONGEST_READ_NBYTES:
+            continue
+        crc32 = zlib.crc32(file.read(record.start_nbytes, record.nbytes))
+        if crc32 != record.crc32:
+            raise CorruptError(
+                f"the content has checksum {crc32}, the file states {record.crc32}: two processes "
+                "wrote the file at one time",
+                where=f"record {record.name!r}",
+            )

@@ -106,8 +106,8 @@ def read_catalog(
 def _written_twice(path: str) -> Finding:
     message = (
         "two ranks wrote the file at one time, as DeepSpeed lets ranks do that hold the same "
-        "experts (0.19.8, experts folded into tensor parallelism); every part of it is as one of "
-        "them wrote it, and where they held the same, nothing is lost"
+        "experts (0.19.8, experts folded into tensor parallelism); every part of it below 16 MiB "
+        "is as one of them wrote it, and where they held the same, nothing is lost"
     )
     return Finding("warning", "written-twice", message, Path(path).name)
 
