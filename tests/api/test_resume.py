@@ -21,6 +21,7 @@ from restride.errors import CorruptError, ExecutionError, ExistsError, ReplicaEr
 from restride.executors import blocks, manifests, resuming
 from restride.executors.events import NullObserver
 from restride.storage.journal import Journal, read_journal
+from restride.storage.output_files import OutputFiles
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE, run
 from restride.testing.contents import tree
@@ -55,6 +56,27 @@ def stopped(source, out, steps, **options):
     with pytest.raises(StoppedError) as caught:
         api.convert(source, out, observer=observer, stop=observer.stop, **{**SMALL, **options})
     return caught.value
+
+
+def test_who_stops_does_not_wait_for_files_that_nobody_has_written_to(tmp_path, monkeypatch):
+    out, created, create = tmp_path / "out", [], OutputFiles._create
+    end = time.monotonic() + 20
+
+    def late(files, file, **options):
+        """Create the first file at once, and all others when somebody has given up."""
+        while created and files._is_creating and time.monotonic() < end:
+            time.sleep(0.01)
+        created.append(file.name)
+        create(files, file, **options)
+
+    monkeypatch.setattr(OutputFiles, "_create", late)
+    stopped(SAMPLE, out, 1, states="all", to="universal", workers=1)
+    monkeypatch.undo()
+
+    assert 1 <= len(created) <= 2
+    api.convert(SAMPLE, out, states="all", to="universal", resume=True)
+    api.convert(SAMPLE, tmp_path / "whole", states="all", to="universal")
+    assert tree(out) == tree(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -277,12 +277,14 @@ class _Writing:
                 read_nbytes = StreamingExecutor().execute(
                     plan, self.reader, writer, self.table, lanes=lanes, stop=self.stop
                 )
-                self.place.files.finish_creating()
+                is_whole = not blocks.left_nbytes()
+                if is_whole:  # who stops does not wait for files that nobody is going to write to
+                    self.place.files.finish_creating()
         except ReplicaError:
             # Replicas that are just being written to differ as well, and that is another story.
             self.reader.require_unchanged()
             raise
-        if blocks.left_nbytes():
+        if not is_whole:
             raise StoppedError("stopped")
         return read_nbytes
 
