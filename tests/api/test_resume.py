@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from restride import api
 from restride.errors import CorruptError, ExecutionError, ExistsError, ReplicaError, StoppedError
 from restride.executors import blocks, manifests, resuming
 from restride.executors.events import NullObserver
+from restride.storage import reserving
 from restride.storage.journal import Journal, read_journal
 from restride.storage.output_files import OutputFiles
 from restride.storage.unfinished import partial_folder
@@ -581,6 +583,27 @@ def test_two_conversions_into_one_place_are_one_and_an_error(tmp_path):
     thread.join()
 
     assert api.check(out).verdict == "ok"
+
+
+def test_a_file_that_cannot_be_created_leaves_nothing_of_those_that_were_written_to_before(
+    tmp_path, monkeypatch
+):
+    observer = StopsAfter(1)
+    real = reserving.fallocate
+
+    def reserve(descriptor, nbytes):
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "latest_universal":
+            assert observer.stop.wait(60)  # some step of another file is done
+            time.sleep(0.2)  # and noted
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor, nbytes)
+
+    monkeypatch.setattr(reserving, "fallocate", reserve)
+
+    with pytest.raises(ExecutionError, match="latest_universal: no room for"):
+        api.convert(SAMPLE, tmp_path / "out", to="universal", observer=observer, **SMALL)
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_limit_of_the_size_of_files_is_an_error_that_leaves_nothing(tmp_path):

@@ -284,6 +284,10 @@ class _Writing:
             # Replicas that are just being written to differ as well, and that is another story.
             self.reader.require_unchanged()
             raise
+        finally:
+            if self.place.files.cannot_be_created:
+                # Nothing could be added to what is noted of the others.
+                self.place.keeps = False
         if not is_whole:
             raise StoppedError("stopped")
         return read_nbytes

@@ -109,6 +109,12 @@ class OutputFiles:
         if self._creating is not None:
             self._creating.result()
 
+    @property
+    def cannot_be_created(self) -> bool:
+        """Whether it is known by now that one of the files cannot."""
+        creating = self._creating
+        return creating is not None and creating.done() and creating.exception() is not None
+
     def _create_meanwhile(self, output: Output) -> None:
         try:
             for file in output.files:
