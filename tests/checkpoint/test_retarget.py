@@ -581,6 +581,13 @@ def test_a_cut_of_no_family_is_refused_or_followed_by_the_preset():
     cut = autotp_layouts(LLAMA, SHAPES, mesh={"tp": 2}) | {K: odd}
 
     refused(f"tensor {K!r}|it is of no family that is known", catalog_of(cut), tp=4, config=LLAMA)
+    # A preset that knows none of the names has no variant that would have cut it otherwise.
+    refused(
+        "the config does not decide it (none of 1 parameter, such as 'tower.0.wi.weight'",
+        catalog_of({"tower.0.wi.weight": odd}),
+        tp=4,
+        config=LLAMA,
+    )
     found = retarget(catalog_of(cut), tp=4, config=LLAMA, plan=True)
 
     assert found.how[K] == "preset llama"
