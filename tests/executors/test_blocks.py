@@ -130,6 +130,24 @@ def test_steps_fill_what_is_not_done_and_nothing_is_counted_twice(seed, budget):
     assert bool(left) == bool(written)
 
 
+def test_steps_that_meet_nothing_that_is_left_are_left_out():
+    _, plan, _ = planned(budget=48_000)
+    table = BlockTable(plan.regions, digest_rows=4)
+    for region in range(3):
+        for number in range(len(table.digests(region))):
+            if (region, number) != (1, 2):
+                table.set_done(Block(region, number, 0))
+
+    steps = [step for lane in table.lanes() for bundle in lane for step in bundle]
+
+    assert steps
+    assert table.left_nbytes() == SIZE
+    for step in steps:
+        assert step.region is plan.regions[1]
+        assert step.start * 2 < 3 * SIZE
+        assert step.stop * 2 > 2 * SIZE
+
+
 def digests_of(digests):
     return [
         Block(region, number, digest)

@@ -34,7 +34,7 @@ from restride.testing.strategies import layout_pairs
 from restride.testing.zero_files import Parameter, ZeroRun, box_map, write_zero_run
 
 FLOAT32 = DTYPES["float32"]
-BUDGET = 1 << 20
+BUDGET = 8 << 20  # some layouts of fifty elements have a thousand walks
 
 
 def factors(target, source):

@@ -75,6 +75,13 @@ def test_tensors_that_are_cut_alike_share_what_fills_them():
     assert len({id(region.pattern) for region in many.regions}) == 1
 
 
+def test_small_tensors_that_are_all_cut_otherwise_take_no_more_than_they_are_said_to_take():
+    plan, _, most, _ = measured([job(number, *flat(4 + number, 2)) for number in range(500)])
+
+    assert len({id(region.pattern) for region in plan.regions}) == 500
+    assert most <= plan.objects_nbytes
+
+
 def test_steps_of_many_regions_of_one_file_take_no_more_than_the_plan_is_said_to_take():
     one = whole_layout((1,))
     jobs = [

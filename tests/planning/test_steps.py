@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from restride.algebra._digits import Walk
 from restride.checkpoint.dtypes import DTYPES
 from restride.layouts import split
 from restride.planning import plan as planning
 from restride.planning.conversion import plan_conversion, whole_layout
+from restride.planning.fills import Fill, Pattern, Source
 from restride.planning.projection import Projection, project
 from restride.testing.moving import job_between, store
 from restride.testing.strategies import layout_pairs
@@ -41,6 +46,35 @@ def test_any_part_of_a_region_is_filled_as_its_walks_say(pair, replicas, data):
         assert step == region._step_of_walks(start, stop, region.pattern.reaches)
         if is_run:
             assert step == region._step_of_runs(start, stop, region.pattern.reaches)
+        for fill in step.fills:
+            for axes in (copy.axes for _, copies in fill.copies for copy in copies):
+                assert all(outer[1] >= inner[1] >= 0 for outer, inner in pairwise(axes))
+
+
+def test_fills_of_several_runs_in_any_order_are_cut_like_others():
+    (region,) = planned(whole_layout((12,)), whole_layout((12,))).regions
+    runs = [Walk((start, start), ((3, 1, 1),)) for start in (0, 3, 6, 9)]
+    fills = tuple(Fill((Source(0, (runs[a], runs[b])),)) for a, b in ((3, 1), (0, 2)))
+
+    pattern = Pattern.of(fills)
+    one_by_one = Pattern.of(tuple(Fill((Source(0, (run,)),)) for run in reversed(runs)))
+
+    assert (pattern.run_count, pattern.numel) == (4, 12)
+    assert [reach.start for reach in pattern.reaches] == [0, 3]
+    whole, apart = (
+        [
+            {
+                (copy.source_start_nbytes, copy.run_nbytes, copy.target_start_nbytes)
+                for fill in step.fills
+                for _, copies in fill.copies
+                for copy in copies
+            }
+            for step in replace(region, pattern=some, step_numel=5).steps()
+        ]
+        for some in (pattern, one_by_one)
+    )
+    assert whole == apart
+    assert [len(found) for found in whole] == [2, 3, 1]
 
 
 @given(
