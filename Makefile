@@ -45,10 +45,10 @@ quick: $(VENV)/.tests
 bench: $(VENV)/.tests
 	@for script in $(BENCHMARKS); do echo "==> $$script"; $(BIN)/python $$script || exit 1; done
 
-# What the real engine makes of every conversion, in docs/matrix.md (about an hour); a part of it with
-# `make matrix ONLY='llama.*'`. The tests that are too thorough for every run come first.
+# What the real engine makes of every conversion, in docs/matrix.md (some twenty minutes); a part of it
+# with `make matrix ONLY='llama.*'`. The tests that are too thorough for every run come first.
 matrix: $(VENV)/.tests
-	@$(TEST_ENV) $(BIN)/python -m pytest -m thorough
+	@$(TEST_ENV) $(BIN)/python -m pytest -m thorough -n $(PROCESSES) --dist loadscope
 	@$(TEST_ENV) $(BIN)/python scripts/matrix.py $(if $(ONLY),--only '$(ONLY)')
 
 # Conversions that are killed at random moments and resumed must end the same; any number of kills.
