@@ -129,6 +129,19 @@ def test_restricting_keeps_the_steps_inside(walk, low, length):
     )
 
 
+@pytest.mark.parametrize("stride", [1, 2, 3, 5, 7, -4])
+@pytest.mark.parametrize("inner", [(), ((2, 1, 9),), ((3, 2, 4),), ((2, -3, 1),)])
+def test_restricting_to_any_interval_keeps_the_steps_at_its_bounds(stride, inner):
+    walk = Walk((5, 40), ((4, stride, 20), *inner))
+    found = list(walk_addresses(walk))
+    first, last = (bound(step[0] for step in found) for bound in (min, max))
+
+    for low in range(first - 2, last + 3):
+        for high in range(low - 1, last + 4):
+            kept = Counter(step for step in found if low <= step[0] < high)
+            assert steps(restrict(walk, low, high)) == kept, (low, high)
+
+
 @given(walks(3, most_numel=100), st.integers(0, 2), st.data())
 def test_fixing_an_address_keeps_the_steps_at_its_value(walk, address, data):
     value = data.draw(st.sampled_from([step[address] for step in walk_addresses(walk)] + [1000]))
