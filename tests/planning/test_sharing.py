@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from restride.checkpoint.catalog import Region
 from restride.checkpoint.dtypes import DTYPES
 from restride.executors.events import NullObserver
 from restride.executors.serial import SerialExecutor
@@ -93,6 +95,28 @@ def test_a_drift_in_shared_rows_is_averaged_at_its_place():
     wanted[row, column] = np.float32((np.float64(wanted[row, column]) + drifted[one]) / 2)
     shards = expected_shards(columns(4), wanted.reshape(-1).view(np.uint32))
     assert [bytes(content) for content in out.contents] == [shard.tobytes() for shard in shards]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tensor": "another"},
+        {"state": "another"},
+        {"numel": 64},
+        {"step_numel": 64},
+        {"places": (Region(0, 8), Region(1, 0))},
+        {"places": (Region(1, 0), Region(0, 0))},
+    ],
+    ids=str,
+)
+def test_a_family_reads_one_shard_in_steps_of_one_size(other):
+    source = store(columns(2), DTYPE, FULL)
+    job, _ = job_between(source, columns(8), DTYPE)
+    plan = plan_conversion(source.files, [job], budget_nbytes=100_000, workers=1)
+    first, second = (replace(r, places=(Region(0, 0), Region(1, 0))) for r in plan.regions[:2])
+
+    assert list(families([first, second])) == [(0, 1)]
+    assert list(families([first, replace(second, **other)])) == [(0,), (1,)]
 
 
 def test_every_step_is_in_one_bundle_and_siblings_stand_together():
