@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import pickletools
+import subprocess
+import sys
+from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import (
@@ -96,6 +101,88 @@ def test_what_protocol_2_cannot_spell_makes_it_protocol_4(value: object) -> None
 
     assert written[:2] == b"\x80\x04"
     require_same_value(read_pickle(written), [value])
+
+
+MEMBERS = st.recursive(
+    # Multiples of 8 stand in the same place of a small set, the later one behind the other.
+    st.integers(0, 9).map(lambda value: 8 * value) | st.sampled_from(["a", "b", None, 0.5, b"x"]),
+    lambda part: st.frozensets(part, max_size=4) | st.tuples(part, part),
+    max_leaves=12,
+)
+
+
+@given(
+    st.lists(MEMBERS, max_size=6).flatmap(lambda few: st.tuples(st.just(few), st.permutations(few)))
+)
+def test_equal_sets_are_spelled_alike_in_whatever_order_they_were_filled(
+    orders: tuple[list[object], list[object]],
+) -> None:
+    first, second = ({refilled(member) for member in order} for order in orders)
+
+    assert write_pickle([first, frozenset(first)]) == write_pickle([second, frozenset(second)])
+
+
+def refilled(value: object) -> object:
+    """The same, with its sets filled the other way round."""
+    match value:
+        case frozenset():
+            return frozenset([refilled(member) for member in reversed(list(value))])
+        case tuple():
+            return tuple(refilled(member) for member in value)
+        case _:
+            return value
+
+
+def test_a_set_is_spelled_alike_in_every_process() -> None:
+    spell = (
+        "from restride.storage.pickle_writer import write_pickle;"
+        "print(write_pickle(set('restride')))"
+    )
+
+    spelled = {
+        subprocess.run(
+            [sys.executable, "-c", spell],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+
+    assert len(spelled) == 1
+
+
+def test_tensors_and_storages_in_a_set_have_an_order_of_their_own() -> None:
+    storages = [Storage("f", str(8 * key), DTYPES["float32"], 0, 16) for key in range(9)]
+    tensors = [StoredTensor(storage, 0, (2,), (1,)) for storage in storages]
+    parts = storages + tensors
+    numbers = count()
+
+    def number(_: Storage | StoredTensor) -> Constructed:
+        return Constructed(GlobalName("a", "b"), (next(numbers),))
+
+    def spelled(order: list[object]) -> bytes:
+        nonlocal numbers
+        numbers = count()
+        return write_pickle(set(order), lower=number)
+
+    assert spelled(parts) == spelled(parts[::-1])
+    assert next(numbers) == len(parts)  # asked once each, and not for the order
+
+
+def test_sets_deeper_than_any_values_are_refused() -> None:
+    value: object = frozenset({1, 2})
+    for _ in range(31):
+        value = frozenset({value, 1})
+    assert read_pickle(write_pickle(value)) == value
+
+    with pytest.raises(UnsupportedError, match="sets nested deeper than 32 levels"):
+        write_pickle(frozenset({value, 1}))
+
+    alone: object = 7
+    for _ in range(100):
+        alone = frozenset({alone})
+    assert read_pickle(write_pickle(alone)) == alone
 
 
 def test_nesting_has_no_limit_of_its_own() -> None:

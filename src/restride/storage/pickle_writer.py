@@ -40,6 +40,7 @@ _SIZE: Final = GlobalName("torch", "Size")
 _LONGEST_SHORT: Final = 255
 _UINT32: Final = struct.Struct("<L").pack
 _INT32: Final = struct.Struct("<l").pack
+_DEEPEST_SETS: Final = 32
 _MOST_SHORT_TUPLE: Final = 3
 _SHORT_TUPLES: Final = (b")", b"\x85", b"\x86", b"\x87")
 _INTS: Final = frozenset({int})
@@ -64,8 +65,18 @@ def _no_tensors(value: Storage | StoredTensor) -> Value:
     raise UnsupportedError(f"a {kind} cannot be written into a pickle without a file around it")
 
 
+def _identified(value: Storage | StoredTensor) -> Value:
+    """What tells a storage or a tensor from every other, in the order of sets."""
+    if isinstance(value, StoredTensor):
+        return (value.storage, value.storage_base, value.shape, value.strides)
+    return (value.file, value.key, value.dtype.name, value.start_nbytes, value.nbytes)
+
+
 def write_pickle(value: Value, *, lower: Lowering = _no_tensors) -> bytes:
     r"""Spell a value as a pickle; `read_pickle` of it is an equal value.
+
+    What is in a set is written in an order of its own, so that equal values are spelled alike: the
+    order that Python keeps it in is another in every process.
 
     Args:
         value: The value. Containers may be shared; nested to any depth.
@@ -73,10 +84,11 @@ def write_pickle(value: Value, *, lower: Lowering = _no_tensors) -> bytes:
 
     Raises:
         UnsupportedError: There is a tensor and no `lower`, or a value of a type that no file of
-            values has.
+            values has, or sets are nested deeper than 32 levels.
 
     Cost:
-        O(values), each shared one once; no recursion.
+        O(values), each shared one once; no recursion. Sets are sorted, those inside others once a
+        level.
 
     Examples:
         >>> write_pickle([1, True, None])
@@ -118,8 +130,13 @@ class _Writer:
     of a list.
     """
 
-    def __init__(self, lower: Lowering) -> None:
+    def __init__(
+        self, lower: Lowering, *, sets: int = 0, orders: dict[int, list[Value]] | None = None
+    ) -> None:
         self._lower = lower
+        self._sets = sets  # how many this stands in
+        # Each set is put in order once, or one inside n others would be 2**n times.
+        self._orders = {} if orders is None else orders
         self._out = bytearray()
         self._protocol = 2
         self._stack: list[object] = []
@@ -265,14 +282,30 @@ class _Writer:
             case complex():
                 name, args = _builtin("complex"), (value.real, value.imag)
             case set():
-                name, args = _builtin("set"), (list(value),)
+                name, args = _builtin("set"), (self._in_order(value),)
             case frozenset():
-                name, args = _builtin("frozenset"), (list(value),)
+                name, args = _builtin("frozenset"), (self._in_order(value),)
             case SizeValue():
                 name, args = _SIZE, (tuple(value),)
             case _:
                 raise UnsupportedError(f"a value of type {type(value).__name__} cannot be written")
         self._stack += (_Then(b"R", value), args, name)
+
+    def _in_order(self, members: set[Value] | frozenset[Value]) -> list[Value]:
+        if len(members) < 2:  # noqa: PLR2004 - in one order only
+            return list(members)
+        known = self._orders.get(id(members))
+        if known is None:
+            if self._sets == _DEEPEST_SETS:
+                raise UnsupportedError(f"sets nested deeper than {_DEEPEST_SETS} levels")
+
+            def spelled(part: Value) -> bytes:
+                inner = _Writer(_identified, sets=self._sets + 1, orders=self._orders)
+                return inner.write(part)
+
+            known = sorted(members, key=spelled)
+            self._orders[id(members)] = known
+        return known
 
     def _append(self, values: Sequence[Value]) -> None:
         for start in reversed(range(0, len(values), _BATCH)):
