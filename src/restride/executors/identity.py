@@ -170,7 +170,10 @@ def _lines(output: Output, plan: Plan) -> Iterator[bytes]:
     for region in plan.regions:
         known = walks.get(id(region.pattern))
         if known is None:
-            known = [[repr(source.walks) for source in fill.sources] for fill in region.fills]
+            known = [
+                [f"{source.walks!r} * {fill.scale}" for source in fill.sources]
+                for fill in region.fills
+            ]
             walks[id(region.pattern)] = known
         fills = [
             f"({fill.agreeing}, {source.rank}, {place.file}, {place.start_nbytes}, {text})"
