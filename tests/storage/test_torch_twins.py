@@ -35,9 +35,9 @@ WEIGHT = tensor(FLOATS, (2, 3), (3, 1))
 STATE = call("collections.OrderedDict") + b"(" + text("w") + WEIGHT + b"u"
 
 
-def written(folder: Path, name: str, body: bytes, storages=STORAGES) -> Path:
+def written(folder: Path, name: str, body: bytes, storages=STORAGES, top: str = "") -> Path:
     path = folder / f"{name}.pt"
-    path.write_bytes(zip_file(torch_records(stream(body), storages, top=name)))
+    path.write_bytes(zip_file(torch_records(stream(body), storages, top=top or name)))
     return path
 
 
@@ -189,3 +189,35 @@ def test_a_file_without_the_storages_is_refused_as_by_itself(tmp_path: Path, sto
     with pytest.raises(CorruptError, match=r"data\.pkl: byte \d+ \(BINPERSID\)") as caught:
         files.open(second)
     assert str(caught.value) == str(alone.value)
+
+
+@pytest.mark.parametrize("way", ["open", "look"])
+def test_of_files_that_were_written_with_one_header_the_first_is_read(tmp_path: Path, way) -> None:
+    body = dictionary((text("w"), listed(WEIGHT, BYTES)), (text("step"), integer(1)))
+    first, second = (written(tmp_path, key, body, top="t") for key in "ab")
+    files = TorchFiles(dict.fromkeys((str(first), str(second)), "one header"))
+    getattr(files, way)(first)
+    expected = open_torch_zip(second)
+    second.write_bytes(b"nobody looks here")
+
+    found = getattr(files, way)(second)
+    assert found == expected
+    assert spelled(found) == spelled(expected)
+
+
+@pytest.mark.parametrize("headers", [{"a": 1, "b": 2}, {"a": 1}, {"b": 1}, {}])
+def test_a_file_with_a_header_of_its_own_is_read(tmp_path: Path, headers) -> None:
+    paths = {key: written(tmp_path, key, listed(WEIGHT, text(key))) for key in "ab"}
+    files = TorchFiles({str(paths[key]): header for key, header in headers.items()})
+
+    assert [files.look(paths[key]).value[1] for key in "abab"] == [*"abab"]
+
+
+def test_a_file_that_is_nested_too_deep_to_be_followed_is_read_itself(tmp_path: Path) -> None:
+    body = b"]" * 190 + WEIGHT + b"a" * 190
+    paths = [written(tmp_path, key, body) for key in "ab"]
+    files = TorchFiles(dict.fromkeys(map(str, paths), "one header"))
+
+    assert [spelled(files.look(path)) for path in paths] == [
+        spelled(open_torch_zip(path)) for path in paths
+    ]

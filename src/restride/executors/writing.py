@@ -32,6 +32,7 @@ from restride.formats._registry import open_catalog
 from restride.frozen import Frozen
 from restride.storage.companions import Team, journals_of, new_word
 from restride.storage.journal import read_journal
+from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -398,8 +399,16 @@ def _published_drift(
 def _add_manifest(place: Unfinished, output: Output, blocks: BlockTable, first: Record) -> None:
     """Write the manifest among the files; fingerprints are under the names that a reader finds."""
     manifest = describe_files(output, blocks, first)
+    # Most files have the header of another one, as it was written, and are not read for it again.
+    # Of one that is copied from a source no byte is known.
+    root = place.files.path
+    headers = {
+        f"{root}/{file.name}": (file.nbytes, file.literals)
+        for file in output.files
+        if file.literals
+    }
     try:
-        catalog = open_catalog(place.files.path)
+        catalog = open_catalog(root, TorchFiles(headers))
     except RestrideError:
         pass  # it is a form that is written but not read
     else:

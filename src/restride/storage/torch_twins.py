@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.values import Value
     from restride.storage.torch_values import StorageTable
 
-__all__ = ["Twins"]
+__all__ = ["Twin", "Twins"]
 
 # What refers to no storage, by its type alone.
 _PLAIN: Final = frozenset(
@@ -43,7 +43,7 @@ class Twins:
     """Values of files that were read, by their pickles."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, _Known] = {}
+        self._known: dict[bytes, Twin] = {}
 
     def value(self, stream: bytes, table: StorageTable, read: Callable[[], Value]) -> Value:
         """What a file holds.
@@ -61,12 +61,17 @@ class Twins:
             with suppress(RestrideError):
                 return known.moved_to(table)
         value = read()
-        self._known[digest] = _Known(value, table.storages)
+        self._known[digest] = Twin(value, table.storages)
         return value
 
 
-class _Known:
-    """What one file holds."""
+class Twin:
+    """What one file holds.
+
+    Args:
+        value: Its value.
+        storages: The storages that the value refers to, by key.
+    """
 
     def __init__(self, value: Value, storages: Mapping[str, Storage]) -> None:
         self._value = value
@@ -74,7 +79,7 @@ class _Known:
         self._holders: Collection[int] | None = None
 
     def moved_to(self, table: StorageTable) -> Value:
-        """The value, with the storages of another file.
+        """The value, with the storages of another file, which are put into its table.
 
         Raises:
             CorruptError: It does not have them.

@@ -6,18 +6,19 @@ Only the directory, the pickle and two short records are read.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
 from restride.frozen import Frozen
 from restride.storage.pickle_vm import Limits, read_pickle
 from restride.storage.ranges import RangeFile
-from restride.storage.torch_twins import Twins
+from restride.storage.torch_twins import Twin, Twins
 from restride.storage.torch_values import TORCH_RULES, StorageTable
 from restride.storage.zip_directory import ZipRecord, read_zip_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
     from os import PathLike
 
     from restride.checkpoint.values import Storage, Value
@@ -60,11 +61,17 @@ class TorchFiles:
 
     A conversion asks three times what a file holds: for its tensors, for the training that goes
     with them, and for what is carried over. All of them get one value, which nobody may change.
+
+    Args:
+        headers: For files by path all of their bytes that are of no tensor, as far as these are
+            known. Of those that have the same ones the first is read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, headers: Mapping[str, Hashable] | None = None) -> None:
         self._opened: dict[str, TorchFile] = {}
         self._twins = Twins()
+        self._headers = headers or {}
+        self._read: dict[Hashable, tuple[TorchFile, Twin]] = {}
 
     def open(self, path: str | PathLike[str]) -> TorchFile:
         """Read the structure of a file, or return what was read of it before.
@@ -74,9 +81,39 @@ class TorchFiles:
         """
         name = os.fspath(path)
         if name not in self._opened:
-            with RangeFile(name) as file:
-                self._opened[name] = _read(file, _DEFAULT_LIMITS, self._twins)
+            known = self._alike(name)
+            if known is None:
+                with RangeFile(name) as file:
+                    known = self._remembered(_read(file, _DEFAULT_LIMITS, self._twins))
+            self._opened[name] = known
         return self._opened[name]
+
+    def look(self, path: str | PathLike[str]) -> TorchFile:
+        """The same of a file that nobody asks for again, of which there may be thousands.
+
+        Raises:
+            ExecutionError, FormatError, CorruptError, UnsupportedError: As for `open_torch_zip`.
+        """
+        name = os.fspath(path)
+        return self._alike(name) or self._remembered(open_torch_zip(name))
+
+    def _alike(self, name: str) -> TorchFile | None:
+        """What a file holds by what was read of another one with the same header."""
+        header = self._headers.get(name)
+        if header is None or header not in self._read:
+            return None
+        other, twin = self._read[header]
+        table = StorageTable(name, other.records, {})
+        with suppress(RestrideError):  # it is nested strangely deep, and read itself
+            value = twin.moved_to(table)
+            return TorchFile(name, other.nbytes, value, table.storages, other.records)
+        return None
+
+    def _remembered(self, file: TorchFile) -> TorchFile:
+        header = self._headers.get(file.path)
+        if header is not None:
+            self._read[header] = file, Twin(file.value, file.storages)
+        return file
 
     def written_twice(self) -> tuple[str, ...]:
         """Paths of the files that two processes wrote at one time."""

@@ -31,7 +31,7 @@ from restride.formats.deepspeed.model_files import read_model_files
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
 from restride.formats.universal._values import read_values
 from restride.layouts.replicated import replicated
-from restride.storage.torch_zip import TorchFiles, open_torch_zip
+from restride.storage.torch_zip import TorchFiles
 from restride.wording import which
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ def read_catalog(path: str | PathLike[str], opened: TorchFiles | None = None) ->
 
     Args:
         path: The folder with ``latest_universal``, or the one that it names.
-        opened: What its files are opened by, where others ask for them again. Not those of arrays,
-            which nobody does, and of which there are thousands.
+        opened: What its files are opened by, where others ask for them again. Those of arrays,
+            which nobody does, are only looked into.
 
     Returns:
         Master copies and optimizer states, whole, in the order of the model; weights and buffers
@@ -137,7 +137,7 @@ def _is_name(text: str) -> bool:
     return text not in {"", ".", ".."} and {"/", "\\", "\0"}.isdisjoint(text)
 
 
-def _entries(folder: Path, *, is_folder: bool) -> list[str]:
+def _entries(folder: str | Path, *, is_folder: bool) -> list[str]:
     try:
         with os.scandir(folder) as entries:
             return [entry.name for entry in entries if entry.is_dir() == is_folder]
@@ -161,7 +161,7 @@ class _Reader:
     ) -> None:
         self._opened = opened
         self._folder = root / below if below else root
-        self._root = root
+        self._top = str(root) if root.parts else ""
         self._below = f"{below}{_PARAMETERS}/"
         self._models = models
         self.files: list[FileEntry] = list(models.files if models else ())
@@ -256,9 +256,9 @@ class _Reader:
             )
             self._tell("error", "untrained-states", message, entry.name)
         file = f"{self._below}{entry.name}/fp32{_SUFFIX}"
-        if not (self._root / file).is_file():
+        if not os.path.isfile(self._path(file)):  # noqa: PTH113
             return
-        value = open_torch_zip(self._root / file).value
+        value = self._opened.look(self._path(file)).value
         stored = value.get(_PARAM) if isinstance(value, dict) else value
         if isinstance(stored, StoredTensor) and prod(stored.shape) != prod(shape):
             message = (
@@ -273,7 +273,7 @@ class _Reader:
         scalars: dict[str, StateEntry] = {}
         has_step = False
         place = f"{self._below}{name}"
-        for file in sorted(_entries(self._root / place, is_folder=False), key=_rank):
+        for file in sorted(_entries(self._path(place), is_folder=False), key=_rank):
             state = file.removesuffix(_SUFFIX)
             if state == file:
                 self._tell("note", "unknown-file", f"{place}/{file} is not read", name)
@@ -338,7 +338,7 @@ class _Reader:
         )
 
     def _state(self, file: str, known: TensorEntry | None) -> StateEntry:
-        opened = open_torch_zip(self._root / file)
+        opened = self._opened.look(self._path(file))
         value = opened.value
         if isinstance(value, StoredTensor):
             if known is None:
@@ -356,7 +356,7 @@ class _Reader:
 
     def _step(self, file: str) -> Iterator[tuple[str, StateEntry]]:
         """Yield a step that is a tensor; a plain number is no array."""
-        opened = self._opened.open(self._root / file)
+        opened = self._opened.open(self._path(file))
         value = opened.value
         if isinstance(value, StoredTensor):
             if prod(value.shape) != 1 or value.storage.dtype.kind not in _COUNTING:
@@ -372,6 +372,10 @@ class _Reader:
             or not 0 <= value < 1 << 63
         ):
             raise Field(value, file).wrong("the number of a step")
+
+    def _path(self, name: str) -> str:
+        """Path of a file or folder, as `Path` spells it in less time."""
+        return os.path.join(self._top, name)  # noqa: PTH118 - there are thousands
 
     def _entry(self, file: str, nbytes: int, tensor: StoredTensor) -> StateEntry:
         number = len(self.files)

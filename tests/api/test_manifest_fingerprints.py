@@ -1,0 +1,77 @@
+"""The fingerprints of a manifest are of what a reader finds in the files, opening every one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from restride import api
+from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
+from restride.errors import CoverageError, RuleError, UnsupportedError
+from restride.executors.manifests import fingerprints_of
+from restride.formats._registry import open_catalog
+from restride.testing.command_line import SAMPLE
+
+TENSOR_PARALLEL_Z3 = Path(__file__).parents[1] / "data" / "deepspeed" / "tensor_parallel_z3"
+RECORDED = [
+    "bloom_tp2_z1",
+    "codegen_fused_tp2_z0",
+    "codegen_fused_tp2_z1",
+    "codegen_fused_tp2dp2_z1",
+    "codegen_rowcut_tp2_z1",
+    "gpt2_tp1dp2_z1",
+    "gptbigcode_tp2_z1",
+    "llama_tied_tp2_z1",
+    "llama_tp1dp2_z1",
+    "llama_tp1dp2_z2",
+    "llama_tp1dp2_z3",
+    "llama_tp2_z1",
+    "llama_tp2_z1_fp32",
+    "llama_tp2_z3",
+    "llama_unevenkv_tp2_z1",
+    "mixtral_ep2_z1",
+    "mixtral_ep2_z3",
+    "mixtral_tp2_z1",
+    "opt_tp2_z1",
+]
+TARGETS = {
+    "safetensors": {"states": "all"},
+    "universal": {"to": "universal"},
+    "partitioned": {"to": "universal", "stage": 3},
+    "ranks": {"to": "deepspeed", "replicas": "own"},
+    "whole": {"to": "deepspeed", "tp": 1, "dp": 1, "zero": 0},
+    "chunks": {"to": "deepspeed", "tp": 1, "dp": 3, "zero": 3},
+}
+# What cannot be written of some source: not of interest here.
+REFUSED = (CoverageError, RuleError, UnsupportedError)
+
+
+def require_same_as_read_back(source, folder):
+    """Convert to every target, and compare; return how many tensors had fingerprints."""
+    found = 0
+    for name, wanted in TARGETS.items():
+        out = folder / name
+        try:
+            api.convert(source, out, durable=False, **{"replicas": "first", **wanted})
+        except REFUSED:
+            continue
+        manifest = manifest_from_json((out / MANIFEST_NAME).read_bytes(), where=MANIFEST_NAME)
+        assert manifest.tensors == fingerprints_of(open_catalog(out), manifest.files)
+        found += len(manifest.tensors)
+    return found
+
+
+def test_a_manifest_has_the_fingerprints_of_what_is_read_back(tmp_path):
+    assert require_same_as_read_back(SAMPLE, tmp_path)
+
+
+def test_so_has_that_of_an_output_with_copies_of_model_files(tmp_path):
+    """Those of ZeRO-3 go to a universal folder as they are, and two have one size."""
+    assert require_same_as_read_back(TENSOR_PARALLEL_Z3, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECORDED)
+def test_so_has_that_of_a_real_checkpoint(name, shared, tmp_path):
+    assert require_same_as_read_back(shared / "checkpoints" / name, tmp_path)
