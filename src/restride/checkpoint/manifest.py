@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +22,7 @@ from restride.errors import CorruptError, FormatError, RestrideError, Unsupporte
 from restride.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from _typeshed import ReadableBuffer
 
@@ -111,12 +112,13 @@ def manifest_to_json(manifest: Manifest) -> bytes:
         "block_nbytes": manifest.block_nbytes,
     }
     # File by file: as values of Python all of them would take ten times the memory of the text.
-    content = bytearray(_compact(head)[:-1] + b',"files":{')
+    content = bytearray(_compact(head)[:-1].encode() + b',"files":{')
+    spelled = cache(_compact)
     for number, (name, file) in enumerate(manifest.files.items()):
-        content += b"%b%b:%b" % (b","[:number], _compact(name), _compact(_file_to_json(file)))
-    content += b'},"tensors":%b}' % _compact(
-        {name: dict(states) for name, states in manifest.tensors.items()}
-    )
+        text = f"{','[:number]}{_compact(name)}:{_file_to_json(file, spelled)}"
+        content += text.encode()
+    tensors = {name: dict(states) for name, states in manifest.tensors.items()}
+    content += f'}},"tensors":{_compact(tensors)}}}'.encode()
     # The member of its own digest is the last; not spelled again for it, and not by Python, which
     # takes longer to indent than to digest all files.
     content[-1:] = b',"digest":"%b"}' % _digest_of(content).encode()
@@ -141,27 +143,26 @@ def manifest_from_json(content: bytes, *, where: str) -> Manifest:
         raise error.located(where) from error.__cause__
 
 
-def _file_to_json(file: ManifestFile) -> dict[str, object]:
-    return {
-        "nbytes": file.nbytes,
-        "digest": file.digest,
-        "parts": [_part_to_json(part) for part in file.parts],
-    }
+def _file_to_json(file: ManifestFile, spelled: Callable[[str], str]) -> str:
+    parts = ",".join([_part_to_json(part, spelled) for part in file.parts])
+    return f'{{"nbytes":{file.nbytes},"digest":"{file.digest}","parts":[{parts}]}}'
 
 
-def _part_to_json(part: ManifestPart) -> dict[str, object]:
-    value: dict[str, object] = {"start_nbytes": part.start_nbytes, "nbytes": part.nbytes}
+def _part_to_json(part: ManifestPart, spelled: Callable[[str], str]) -> str:
+    holder = ""
     if part.tensor:
-        value |= {"tensor": part.tensor, "state": part.state}
-    return value | {"blocks": [f"{digest:032x}" for digest in part.digests]}
+        holder = f'"tensor":{spelled(part.tensor)},"state":{spelled(part.state)},'
+    blocks = ",".join([f'"{digest:032x}"' for digest in part.digests])
+    return (
+        f'{{"start_nbytes":{part.start_nbytes},"nbytes":{part.nbytes},{holder}"blocks":[{blocks}]}}'
+    )
 
 
-def _compact(value: Mapping[str, object] | str) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+_compact: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _digest(value: Mapping[str, object]) -> str:
-    return _digest_of(_compact(value))
+    return _digest_of(_compact(value).encode())
 
 
 def _digest_of(content: ReadableBuffer) -> str:

@@ -304,13 +304,16 @@ class OutputFiles:
 
     def _require_no_other(self) -> None:
         """Refuse files that are not of the output: a reader would take them for a part of it."""
-        known = set(self._files.values())
+        other: list[str] = []
         with translated("cannot be listed", self.path):
-            found = (path for path in self.path.rglob("*") if not path.is_dir())
-            other = sorted(str(path.relative_to(self.path)) for path in found if path not in known)
+            for folder, _, names in os.walk(self.path, onerror=_raise):
+                below = folder[len(str(self.path)) + 1 :]
+                found = (f"{below}/{name}" if below else name for name in names)
+                other += (name for name in found if name not in self._files)
         if other:
             raise ExistsError(
-                f"holds {', '.join(other[:_MOST_NAMED])}, {len(other)} in all, not of the output",
+                f"holds {', '.join(sorted(other)[:_MOST_NAMED])}, {len(other)} in all, not of the "
+                "output",
                 where=str(self.path),
                 remedy="move that away, or start anew with --force",
             )
@@ -365,6 +368,10 @@ def _no_room(error: OSError, path: Path, nbytes: int) -> ExecutionError:
             needs += f", {system.f_bavail * system.f_frsize} are free"
         remedy += "; --dry-run says what all files take"
     return ExecutionError(f"{needs} ({error.strerror})", where=str(path), remedy=remedy)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _failed(problem: str, path: Path) -> ExecutionError:
