@@ -15,6 +15,7 @@ from restride.arrays.strided import copy_strided
 from restride.errors import LayoutError
 
 SIZE = 3 * CHUNK_NBYTES + 999
+MEMORY = memoryview(bytearray(10))  # it has to stay until a program has run
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_what_is_moved_arrives_whole_and_has_the_digest_of_its_bytes(
         target.write_bytes(b"\xa5" * (at + 5))
         read, written = os.open(source, os.O_RDONLY), os.open(target, os.O_RDWR)
         program = Program()
-        buffer = np.zeros(buffer_nbytes, np.uint8)
+        buffer = memoryview(bytearray(buffer_nbytes))
         program.move((read, first), (written, at), stop - first, buffer, start)
         with use(kernel):
             digests = program.run()
@@ -74,14 +75,14 @@ def test_steps_follow_one_another_in_their_order(kernels, use, files):
         program = Program()
         expected = []
         for turn in range(3):
-            program.read(read, 100 * turn, scratch)
+            program.read(read, 100 * turn, scratch.data)
             assert program.copy(scratch, main, [(2, 300, 600), (150, 2, 2)], 1, target_start=turn)
             copied = main.copy() if turn == 0 else expected[-1].copy()
             some = content[100 * turn :][:600].copy()
             copy_strided(some, copied, [(2, 300, 600), (150, 2, 2)], 1, target_start=turn)
             expected.append(copied)
-            program.write(written, 5000 * turn, main, 7)
-            program.move((read, turn), (written, 5000 * turn + 2000), 500, scratch, 1 << 20)
+            program.write(written, 5000 * turn, main.data, 7)
+            program.move((read, turn), (written, 5000 * turn + 2000), 500, scratch.data, 1 << 20)
 
         with use(kernel):
             digests = program.run()
@@ -98,7 +99,7 @@ def test_steps_follow_one_another_in_their_order(kernels, use, files):
 def test_a_program_is_forgotten_once_it_has_run(kernels, use, files):
     read, written = files
     program = Program()
-    program.move((read, 0), (written, 0), 10, np.zeros(10, np.uint8), 0)
+    program.move((read, 0), (written, 0), 10, MEMORY, 0)
     with use(kernels[-1]):
         assert len(program.run()) == 1
         assert program.run() == []
@@ -110,7 +111,7 @@ def test_what_the_system_does_not_do_is_no_success(kernels, use, files, kind):
     program = Program()
     source = {"end of the file": (read, SIZE - 9), "read": (-1, 0), "written": (read, 0)}[kind]
     target = read if kind == "written" else written  # which is open for reading only
-    program.move(source, (target, 0), 10, np.zeros(10, np.uint8), 0)
+    program.move(source, (target, 0), 10, MEMORY, 0)
 
     with use(kernels[-1]):
         assert program.run() is None
@@ -119,14 +120,14 @@ def test_what_the_system_does_not_do_is_no_success(kernels, use, files, kind):
 
 def test_reads_and_writes_of_arrays_can_fail_likewise(kernels, use, files):
     read, written = files
-    array = np.zeros(10, np.uint8)
+    array = memoryview(bytearray(10))
     with use(kernels[-1]):
         program = Program()
         program.read(read, SIZE - 9, array)
         assert program.run() is None
         program.write(read, 0, array, 0)
         assert program.run() is None
-        zeros = np.zeros(10, np.uint8)
+        zeros = memoryview(bytes(10))
         program.write(written, 0, zeros, 0)
         assert program.run() == [0]
 
@@ -134,7 +135,7 @@ def test_reads_and_writes_of_arrays_can_fail_likewise(kernels, use, files):
 def test_without_the_kernel_nothing_is_done(use, files):
     read, written = files
     program = Program()
-    program.move((read, 0), (written, 0), 10, np.zeros(10, np.uint8), 0)
+    program.move((read, 0), (written, 0), 10, MEMORY, 0)
     with use(None):
         assert program.run() is None
     assert os.fstat(written).st_size == 0
@@ -142,19 +143,18 @@ def test_without_the_kernel_nothing_is_done(use, files):
 
 def test_memory_that_a_program_must_not_touch_is_refused():
     program = Program()
-    frozen = np.zeros(10, np.uint8)
-    frozen.flags.writeable = False
-    for array in (frozen, np.zeros(20, np.uint8)[::2]):
+    strewn = memoryview(bytearray(20))[::2]
+    for array in (memoryview(bytes(10)), strewn):
         with pytest.raises(LayoutError, match="memory"):
             program.read(0, 0, array)
         with pytest.raises(LayoutError, match="memory"):
             program.move((0, 0), (0, 0), 10, array, 0)
     with pytest.raises(LayoutError, match="memory"):
-        program.write(0, 0, np.zeros(20, np.uint8)[::2], 0)
+        program.write(0, 0, strewn, 0)
     with pytest.raises(LayoutError, match="to byte 0 through 0 bytes"):
-        program.move((0, 0), (0, 0), 10, np.zeros(0, np.uint8), 0)
+        program.move((0, 0), (0, 0), 10, MEMORY[:0], 0)
     with pytest.raises(LayoutError, match="to byte -1 through 10 bytes"):
-        program.move((0, 0), (0, -1), 10, np.zeros(10, np.uint8), 0)
+        program.move((0, 0), (0, -1), 10, MEMORY, 0)
     assert program.run() == []
 
 

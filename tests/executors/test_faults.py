@@ -82,7 +82,7 @@ def test_steps_of_any_size_in_any_order_twice_give_the_bytes_of_walking(
     shuffled = random.Random(seed).sample(steps * 2, 2 * len(steps))  # noqa: S311 - an order
     for step in shuffled:
         filled = fill_step(step, reader, buffers, pytest.fail)
-        out.write_from(step.region.target_file, step.target_start_nbytes, filled.data)
+        out.write_from(step.region.target_file, step.target_start_nbytes, filled)
 
     wanted = [
         bytes(cast(shard.view(np.uint8), dtype, wanted_dtype)) if shard.size else b""

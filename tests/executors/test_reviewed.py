@@ -133,8 +133,10 @@ def test_copies_that_agree_are_compared_in_one_pass_for_all_fills(monkeypatch):
     (step,) = plan.regions[0].steps()
     assert len(step.fills) > 2
     compared = []
-    same = _copying._same
-    monkeypatch.setattr(_copying, "_same", lambda a, b: compared.append(a.nbytes) or same(a, b))
+    same = _copying.same_bytes
+    monkeypatch.setattr(
+        _copying, "same_bytes", lambda a, b: compared.append(a.nbytes) or same(a, b)
+    )
     out = MemoryFiles([bytes(size) for size in sizes])
 
     SerialExecutor().execute(plan, MemoryFiles(source.contents), out, NullObserver())

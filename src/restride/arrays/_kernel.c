@@ -1,5 +1,6 @@
 /* The loops over bytes that NumPy is slow at: digests here, strided copies in `_kernel_copy.c`,
- * both among reads and writes in `_kernel_program.c`.
+ * both among reads and writes in `_kernel_program.c`, and what looks at elements in
+ * `_kernel_values.c`.
  *
  * Plain C11 with the vector types of GCC and Clang. It knows nothing of Python: `_kernel.py` loads it
  * with ctypes, proves what is said of pointers and sizes here, and has NumPy do the same work where
@@ -24,7 +25,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* What the functions below expect and return. `_kernel.py` takes no library with another number. */
-EXPORT int32_t restride_abi(void) { return 4; }
+EXPORT int32_t restride_abi(void) { return 5; }
 
 /* ---- Digests ---------------------------------------------------------------------------------- */
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ABI", "FILE_NAME", "KERNEL", "Kernel", "is_available", "load"]
 
-ABI: Final = 4
+ABI: Final = 5
 """What `_kernel.c` must say of itself; both change together."""
 
 FILE_NAME: Final = "librestride.so"
@@ -53,6 +53,12 @@ class Kernel:
         self._run = library.restride_run
         self._run.argtypes = [number, address, size, *[address] * 3]
         self._run.restype = number
+        self._same = library.restride_same
+        self._same.argtypes = [address, address, size]
+        self._same.restype = number
+        self._round = library.restride_round
+        self._round.argtypes = [address, address, size, number]
+        self._round.restype = None
         self._start_writing = library.restride_start_writing
         self._start_writing.argtypes = [number, size, size]
         self._start_writing.restype = None
@@ -66,6 +72,14 @@ class Kernel:
     ) -> bool:
         """Call ``restride_run``; whether all was done."""
         return bool(self._run(self.level, program, count, words, rows, totals) == 0)
+
+    def same(self, a: int, b: int, nbytes: int) -> bool:
+        """Call ``restride_same``; whether two runs have the same bytes."""
+        return bool(self._same(a, b, nbytes))
+
+    def round(self, target: int, source: int, count: int, *, is_bfloat16: bool) -> None:
+        """Call ``restride_round``."""
+        self._round(target, source, count, is_bfloat16)
 
     def start_writing(self, descriptor: int, start: int, nbytes: int) -> None:
         """Call ``restride_start_writing``."""

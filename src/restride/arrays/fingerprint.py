@@ -24,20 +24,27 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from array import array
+from struct import unpack
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from restride.arrays import _kernel
+from restride.arrays.memory import address_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from _typeshed import ReadableBuffer
 
-    from numpy.typing import NDArray
+    from restride.arrays._without_kernel import SlowDigester
 
 __all__ = [
+    "BLOCK_NBYTES",
+    "LIMB",
     "MODULUS",
+    "ROWS",
+    "ROW_NBYTES",
     "SCRATCH_NBYTES",
+    "SUMS",
+    "WORDS",
     "Digester",
     "block_weights",
     "finish",
@@ -50,15 +57,15 @@ __all__ = [
 
 MODULUS: Final = (1 << 127) - 1
 
-_WORDS: Final = 256  # of a row
-_ROWS: Final = 256  # of a block
+WORDS: Final = 256  # of a row
+ROWS: Final = 256  # of a block
 _ROWS_AT_ONCE: Final = 128
-_SUMS: Final = 8
+SUMS: Final = 8
 _WEIGHT_BITS: Final = 14
-_ROW_NBYTES: Final = 4 * _WORDS
-_BLOCK_NBYTES: Final = _ROWS * _ROW_NBYTES
+ROW_NBYTES: Final = 4 * WORDS
+BLOCK_NBYTES: Final = ROWS * ROW_NBYTES
 # A sum of a row has up to 53 bits. It is cut in two, so that sums of 2048 of them are exact too.
-_LIMB: Final = 1 << 27
+LIMB: Final = 1 << 27
 _SEED: Final = b"restride-fingerprint/1"
 _SUMS_NBYTES: Final = 60 << 10
 _WEIGHT_NBYTES: Final = 16
@@ -75,39 +82,40 @@ def scratch_nbytes(rows: int) -> int:
     Their words as float64, sums of the rows of a block, and the integers that are made of those.
     The kernel needs none of it, but what is planned shall not depend on whether there is one.
     """
-    return 2 * rows * _ROW_NBYTES + _SUMS_NBYTES
+    return 2 * rows * ROW_NBYTES + _SUMS_NBYTES
 
 
 SCRATCH_NBYTES: Final = scratch_nbytes(_ROWS_AT_ONCE)
 
 
-def _weights(level: bytes, shape: tuple[int, int]) -> NDArray[np.float64]:
-    stream = hashlib.shake_256(_SEED + b" " + level).digest(2 * shape[0] * shape[1])
-    words = np.frombuffer(stream, "<u2") & ((1 << _WEIGHT_BITS) - 1)
+def _weights(level: bytes, rows: int) -> memoryview[float]:
+    count = rows * SUMS
+    stream = hashlib.shake_256(_SEED + b" " + level).digest(2 * count)
     # Vectors of the kernel are loaded from addresses that are multiples of their size.
-    memory = np.empty(8 * words.size + _VECTOR_NBYTES, np.uint8)
-    start = -memory.ctypes.data % _VECTOR_NBYTES
-    weights = memory[start : start + 8 * words.size].view(np.float64)
-    weights[:] = words
-    weights.flags.writeable = False
-    return weights.reshape(shape)
+    memory = array("d", bytes(8 * count + _VECTOR_NBYTES))
+    start = -memory.buffer_info()[0] % _VECTOR_NBYTES // 8
+    below = (1 << _WEIGHT_BITS) - 1
+    words = unpack(f"<{count}H", stream)
+    memory[start : start + count] = array("d", [word & below for word in words])
+    flat = memoryview(memory)[start : start + count].cast("B")
+    return flat.cast("d", (rows, SUMS))
 
 
 # Made when the module is imported, once: the kernel is given their addresses, and of two threads
 # that each made them at the first digest one would be given those of memory that is free again.
-_WORD_WEIGHTS: Final = _weights(b"words", (_WORDS, _SUMS))
-_ROW_WEIGHTS: Final = _weights(b"rows", (_ROWS * _SUMS, _SUMS))
-_ADDRESSES: Final = (_WORD_WEIGHTS.ctypes.data, _ROW_WEIGHTS.ctypes.data)
+_WORD_WEIGHTS: Final = _weights(b"words", WORDS)
+_ROW_WEIGHTS: Final = _weights(b"rows", ROWS * SUMS)
+_ADDRESSES: Final = (address_of(_WORD_WEIGHTS), address_of(_ROW_WEIGHTS))
 
 
-def word_weights() -> NDArray[np.float64]:
-    """Weights of the words of a row: an integer for each word and sum."""
-    return _WORD_WEIGHTS
+def word_weights() -> memoryview[float]:
+    """Weights of the words of a row: an integer for each word and sum, as doubles."""
+    return _WORD_WEIGHTS.toreadonly()
 
 
-def row_weights() -> NDArray[np.float64]:
+def row_weights() -> memoryview[float]:
     """Weights of the sums of the rows of a block: an integer for each row, sum and sum of sums."""
-    return _ROW_WEIGHTS
+    return _ROW_WEIGHTS.toreadonly()
 
 
 def weight_addresses() -> tuple[int, int]:
@@ -129,7 +137,7 @@ def _block_stream(block: int) -> bytes:
     stream = _kept.get(block)
     if stream is None:
         shake = hashlib.shake_256(_SEED + b" block %d" % block)
-        stream = shake.digest(_WEIGHT_NBYTES * _SUMS)
+        stream = shake.digest(_WEIGHT_NBYTES * SUMS)
         if block < _KEPT_BLOCKS:
             _kept[block] = stream
     return stream
@@ -145,8 +153,8 @@ def weights_of_run(start_nbytes: int, nbytes: int) -> tuple[int, int, bytes]:
     Returns:
         Where it starts in its first block, how many blocks it touches, and their weights.
     """
-    first, start = divmod(start_nbytes, _BLOCK_NBYTES)
-    count = -(-(start + nbytes) // _BLOCK_NBYTES)
+    first, start = divmod(start_nbytes, BLOCK_NBYTES)
+    count = -(-(start + nbytes) // BLOCK_NBYTES)
     return start, count, b"".join(map(_block_stream, range(first, first + count)))
 
 
@@ -160,10 +168,10 @@ class Digester:
 
     def __init__(self, rows: int = _ROWS_AT_ONCE) -> None:
         self._rows = rows
-        self._slow: _NumpyDigester | None = None
+        self._slow: SlowDigester | None = None
         self._halves = (ctypes.c_uint64 * 2)()
 
-    def digest(self, buffer: NDArray[np.uint8], start_nbytes: int) -> int:
+    def digest(self, buffer: ReadableBuffer, start_nbytes: int) -> int:
         """Digest a run of an array's bytes.
 
         Args:
@@ -173,93 +181,39 @@ class Digester:
         Returns:
             A number modulo `MODULUS`. Those of disjoint runs add up to that of the whole.
 
+        Raises:
+            ValueError: The bytes are not contiguous.
+
         Cost:
             O(bytes), at 17 GB/s on one core of a current server, and at 4 GB/s without the kernel;
             8 KiB at least.
 
         Examples:
-            >>> content = np.arange(4096, dtype=np.uint32).view(np.uint8)
+            >>> content = bytes(range(256)) * 64
             >>> digester = Digester()
             >>> parts = digester.digest(content[:4099], 0) + digester.digest(content[4099:], 4099)
             >>> parts % MODULUS == digester.digest(content, 0)
             True
         """
-        if not buffer.nbytes:
+        view = memoryview(buffer)
+        if not view.c_contiguous:
+            raise ValueError("bytes that are digested have to be contiguous")
+        nbytes, kernel = view.nbytes, _kernel.KERNEL
+        if not nbytes:
             return 0
-        kernel = _kernel.KERNEL
-        if kernel is None or not buffer.flags.c_contiguous:
-            if self._slow is None:
-                self._slow = _NumpyDigester(self._rows)
-            return self._slow.digest(buffer, start_nbytes)
-        start, _, weights = weights_of_run(start_nbytes, buffer.nbytes)
+        if kernel is None:
+            return self._without_kernel().digest(view, start_nbytes)
+        start, _, weights = weights_of_run(start_nbytes, nbytes)
         halves = self._halves
-        address: int = buffer.__array_interface__["data"][0]
-        kernel.digest(address, buffer.nbytes, start, weights, *weight_addresses(), halves)
+        kernel.digest(address_of(buffer), nbytes, start, weights, *weight_addresses(), halves)
         return int(halves[0] | halves[1] << 64)
 
+    def _without_kernel(self) -> SlowDigester:
+        if self._slow is None:
+            from restride.arrays._without_kernel import SlowDigester  # noqa: PLC0415 - NumPy
 
-class _NumpyDigester:
-    """Does the same in memory of its own, and holds the interpreter half of the time."""
-
-    def __init__(self, rows: int) -> None:
-        self._words = np.empty((rows, _WORDS))
-        self._edge = np.zeros(_ROW_NBYTES, np.uint8)
-        self._sums = np.empty((_ROWS, _SUMS))
-        self._limbs = np.empty((2, _ROWS * _SUMS))
-
-    def digest(self, buffer: NDArray[np.uint8], start_nbytes: int) -> int:
-        """See `Digester.digest`; at least one byte."""
-        total = 0
-        stop_nbytes = start_nbytes + buffer.nbytes
-        for block in range(start_nbytes // _BLOCK_NBYTES, -(-stop_nbytes // _BLOCK_NBYTES)):
-            first = block * _BLOCK_NBYTES
-            low = max(start_nbytes, first)
-            high = min(stop_nbytes, first + _BLOCK_NBYTES)
-            sums = self._block(buffer[low - start_nbytes : high - start_nbytes], low - first)
-            total += sum(
-                weight * value for weight, value in zip(block_weights(block), sums, strict=True)
-            )
-        return total % MODULUS
-
-    def _block(self, part: NDArray[np.uint8], base: int) -> Iterable[int]:
-        """Sums of one block of which only some bytes, from `base` on, are given."""
-        first = base // _ROW_NBYTES
-        count = -(-(base + part.nbytes) // _ROW_NBYTES) - first
-        # Rows of which a part is given stand at the edges; those between are whole.
-        head = min(part.nbytes, -base % _ROW_NBYTES)
-        tail = (part.nbytes - head) % _ROW_NBYTES
-        if head:
-            self._sum_edge(part[:head], base % _ROW_NBYTES, 0)
-        if tail:
-            self._sum_edge(part[part.nbytes - tail :], 0, count - 1)
-        rows = part[head : part.nbytes - tail].view("<i4").reshape(-1, _WORDS)
-        place = 1 if head else 0
-        for at in range(0, len(rows), len(self._words)):
-            some = rows[at : at + len(self._words)]
-            words = self._words[: len(some)]
-            np.copyto(words, some)
-            into = self._sums[place + at : place + at + len(some)]
-            np.matmul(words, word_weights(), out=into)
-        return self._sums_of_sums(first, count)
-
-    def _sum_edge(self, part: NDArray[np.uint8], base: int, place: int) -> None:
-        """Sums of a row that is zero but for some bytes."""
-        self._edge[base : base + part.nbytes] = part
-        np.copyto(self._words[0], self._edge.view("<i4"))
-        self._edge[base : base + part.nbytes] = 0
-        np.matmul(self._words[:1], word_weights(), out=self._sums[place : place + 1])
-
-    def _sums_of_sums(self, first: int, count: int) -> Iterable[int]:
-        """Sums of the sums of so many rows of a block, as integers."""
-        sums = self._sums[:count].reshape(-1)
-        high, low = self._limbs[:, : sums.size]
-        np.multiply(sums, 1.0 / _LIMB, out=high)
-        np.floor(high, out=high)
-        np.multiply(high, _LIMB, out=low)
-        np.subtract(sums, low, out=low)
-        weights = row_weights()[first * _SUMS : (first + count) * _SUMS]
-        above, below = (self._limbs[:, : sums.size] @ weights).tolist()
-        return [int(a) * _LIMB + int(b) for a, b in zip(above, below, strict=True)]
+            self._slow = SlowDigester(self._rows)
+        return self._slow
 
 
 def finish(total: int, dtype: str, shape: tuple[int, ...]) -> str:

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Final
 
 from restride.arrays import _kernel
 from restride.arrays.fingerprint import weight_addresses, weights_of_run
+from restride.arrays.memory import address_of
 from restride.arrays.strided import prepared
 from restride.errors import LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
 
 __all__ = ["CHUNK_NBYTES", "Program", "start_writing"]
 
@@ -46,8 +44,8 @@ class Program:
         self._parts: list[bytes] = []
         self._digests = 0
 
-    def read(self, descriptor: int, at: int, into: NDArray[np.uint8]) -> None:
-        """Fill an array with bytes of a file.
+    def read(self, descriptor: int, at: int, into: memoryview) -> None:
+        """Fill memory with bytes of a file.
 
         Args:
             descriptor: The file.
@@ -62,8 +60,8 @@ class Program:
 
     def copy(
         self,
-        source: NDArray[np.uint8],
-        target: NDArray[np.uint8],
+        source: memoryview,
+        target: memoryview,
         loops: Sequence[tuple[int, int, int]],
         run_nbytes: int,
         *,
@@ -88,10 +86,8 @@ class Program:
         self._parts.append(pack(f"{5 + 3 * len(steps)}q", *numbers, *chain.from_iterable(steps)))
         return True
 
-    def write(
-        self, descriptor: int, at: int, content: NDArray[np.uint8], start_nbytes: int
-    ) -> None:
-        """Digest an array, and write it into a file.
+    def write(self, descriptor: int, at: int, content: memoryview, start_nbytes: int) -> None:
+        """Digest bytes, and write it into a file.
 
         Args:
             descriptor: The file.
@@ -112,7 +108,7 @@ class Program:
         source: tuple[int, int],
         target: tuple[int, int],
         nbytes: int,
-        buffer: NDArray[np.uint8],
+        buffer: memoryview,
         start_nbytes: int,
     ) -> None:
         """Move bytes from file to file through a buffer, and digest them.
@@ -164,9 +160,7 @@ def start_writing(descriptor: int, start_nbytes: int, nbytes: int) -> None:
         _kernel.KERNEL.start_writing(descriptor, start_nbytes, nbytes)
 
 
-def _address(array: NDArray[np.uint8], *, is_written: bool = False) -> int:
-    flags = array.flags
-    if not flags.c_contiguous or (is_written and not flags.writeable):
+def _address(memory: memoryview, *, is_written: bool = False) -> int:
+    if not memory.c_contiguous or (is_written and memory.readonly):
         raise LayoutError("a program was given memory that is not contiguous, or not to be written")
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return address_of(memory)

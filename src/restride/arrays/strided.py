@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from itertools import chain
-from math import gcd
 from struct import pack
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from restride.arrays import _kernel
+from restride.arrays.memory import address_of
 from restride.errors import LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
 __all__ = ["Prepared", "copy_at", "copy_strided", "prepared"]
 
-_LARGEST_WORD_NBYTES: Final = 8
-
 
 def copy_strided(
-    source: NDArray[np.uint8],
-    target: NDArray[np.uint8],
+    source: ReadableBuffer,
+    target: WriteableBuffer,
     loops: Sequence[tuple[int, int, int]],
     run_nbytes: int,
     *,
@@ -52,20 +48,22 @@ def copy_strided(
         The interpreter is free meanwhile.
 
     Examples:
-        >>> target = np.zeros(6, np.uint8)
-        >>> copy_strided(np.arange(6, dtype=np.uint8), target, [(2, 1, 3), (3, 2, 1)], 1)
+        >>> target = bytearray(6)
+        >>> copy_strided(b"abcdef", target, [(2, 1, 3), (3, 2, 1)], 1)
         >>> target
-        array([0, 2, 4, 1, 3, 5], dtype=uint8)
+        bytearray(b'acebdf')
     """
     found = prepared(source, target, loops, run_nbytes, source_start, target_start)
     if found is None:
         return
     if not found.is_for_kernel or not _copy_fast(found, run_nbytes):
-        _copy_slowly(source, source_start, target, target_start, found.steps, run_nbytes)
+        from restride.arrays._without_kernel import copy_slowly  # noqa: PLC0415 - imports NumPy
+
+        copy_slowly((source, source_start), (target, target_start), found.steps, run_nbytes)
 
 
 class Prepared(NamedTuple):
-    """A copy that is known to stay inside its arrays.
+    """A copy that is known to stay inside its memory.
 
     Attributes:
         source: Address of the first run that is read.
@@ -81,8 +79,8 @@ class Prepared(NamedTuple):
 
 
 def prepared(
-    source: NDArray[np.uint8],
-    target: NDArray[np.uint8],
+    source: ReadableBuffer,
+    target: WriteableBuffer,
     loops: Sequence[tuple[int, int, int]],
     run_nbytes: int,
     source_start: int,
@@ -102,9 +100,8 @@ def prepared(
     low, high, start, stop = spans
     _require_inside("source", source, source_start + low, source_start + high)
     _require_inside("target", target, target_start + start, target_start + stop)
-    return _prepared(
-        _address(source) + source_start, _address(target) + target_start, steps, run_nbytes, spans
-    )
+    addresses = address_of(source) + source_start, address_of(target) + target_start
+    return _prepared(*addresses, steps, run_nbytes, spans)
 
 
 def copy_at(
@@ -173,13 +170,13 @@ def _spans(steps: Sequence[tuple[int, int, int]], run_nbytes: int) -> tuple[int,
     return low, high, start, stop
 
 
-def _require_inside(name: str, array: NDArray[np.uint8], low: int, high: int) -> None:
-    flags = array.flags
-    if low < 0 or high > array.nbytes or not flags.c_contiguous:
+def _require_inside(name: str, memory: ReadableBuffer, low: int, high: int) -> None:
+    view = memoryview(memory)
+    if low < 0 or high > view.nbytes or not view.c_contiguous:
         raise LayoutError(
-            f"a copy of bytes {low} to {high} leaves a {name} of {array.nbytes} contiguous bytes"
+            f"a copy of bytes {low} to {high} leaves a {name} of {view.nbytes} contiguous bytes"
         )
-    if name == "target" and not flags.writeable:
+    if name == "target" and view.readonly:
         raise LayoutError("the target of a copy is memory that must not be written")
 
 
@@ -194,27 +191,3 @@ def _writes_each_byte_once(steps: Sequence[tuple[int, int, int]], run_nbytes: in
             return False
         reach += (extent - 1) * stride
     return True
-
-
-def _copy_slowly(
-    source: NDArray[np.uint8],
-    source_start: int,
-    target: NDArray[np.uint8],
-    target_start: int,
-    steps: Sequence[tuple[int, int, int]],
-    run_nbytes: int,
-) -> None:
-    """Copy with NumPy, in the widest words that all strides share."""
-    strides = chain.from_iterable(step[1:] for step in steps)
-    word = gcd(_LARGEST_WORD_NBYTES, run_nbytes, *strides)
-    shape = (*(step[0] for step in steps), run_nbytes // word)
-    source_view, target_view = (
-        np.ndarray(shape, f"u{word}", array, start, (*(step[side] for step in steps), word))
-        for array, start, side in ((source, source_start, 1), (target, target_start, 2))
-    )
-    np.copyto(target_view, source_view)
-
-
-def _address(array: NDArray[np.uint8]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address

@@ -13,8 +13,6 @@ from itertools import accumulate
 from threading import Lock, local
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
-
 from restride.arrays.fingerprint import MODULUS, Digester
 from restride.frozen import Frozen
 from restride.planning.sharing import lanes
@@ -101,13 +99,12 @@ class BlockTable:
 
         Each byte of a block that is not done may be counted once.
         """
-        content = np.frombuffer(buffer, np.uint8)
         digester: Digester | None = getattr(self._local, "digester", None)
         if digester is None:
             digester = self._local.digester = Digester(self._rows)
-        parts = self.parts(file, start_nbytes, content.nbytes)
+        parts = self.parts(file, start_nbytes, buffer.nbytes)
         digests = [
-            digester.digest(content[part.start - parts[0].start :][: part.nbytes], part.start)
+            digester.digest(buffer[part.start - parts[0].start :][: part.nbytes], part.start)
             if self._left[self._first[part.region] + part.block]
             else 0
             for part in parts

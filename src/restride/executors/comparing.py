@@ -5,8 +5,6 @@ from __future__ import annotations
 from threading import Lock, local
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from restride.arrays.differences import Tolerance, compare_runs, join_differences
 from restride.executors._copying import StepBuffers, fill_step
 
@@ -70,7 +68,7 @@ class CompareWriter:
         before = buffers.read_nbytes
         theirs = fill_step(step, self._reader, buffers, _ignore)
         dtypes = (region.target_dtype, other.target_dtype)
-        found = compare_runs(np.frombuffer(buffer, np.uint8), theirs, dtypes, self._tolerance)
+        found = compare_runs(buffer, theirs, dtypes, self._tolerance)
         with self._lock:
             self._read_nbytes += buffers.read_nbytes - before
             joined = join_differences(self._found.get(file), found, start)

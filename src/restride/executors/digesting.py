@@ -5,8 +5,6 @@ from __future__ import annotations
 from threading import Lock, local
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from restride.arrays.fingerprint import MODULUS, Digester
 
 if TYPE_CHECKING:
@@ -37,6 +35,6 @@ class DigestWriter:
         digester: Digester | None = getattr(self._local, "digester", None)
         if digester is None:
             digester = self._local.digester = Digester()
-        part = digester.digest(np.frombuffer(buffer, np.uint8), start_nbytes)
+        part = digester.digest(buffer, start_nbytes)
         with self._lock:
             self._totals[file] = (self._totals[file] + part) % MODULUS

@@ -15,9 +15,6 @@ from restride.planning.sharing import shared_span
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from restride.executors._copying import Reader, StepBuffers, Writer
     from restride.executors.blocks import BlockPart
     from restride.planning.plan import Step
@@ -134,7 +131,7 @@ class _Run:
         for file, parts in self._noted:
             self._writer.count(file, parts, [next(digests) for _ in parts])
 
-    def read(self, file: int, start_nbytes: int, into: NDArray[np.uint8], /) -> None:
+    def read(self, file: int, start_nbytes: int, into: memoryview, /) -> None:
         """See `Moves.read`."""
         self._count_move()
         self._program.read(self._source(file), start_nbytes, into)
@@ -142,8 +139,8 @@ class _Run:
 
     def copy(
         self,
-        source: NDArray[np.uint8],
-        target: NDArray[np.uint8],
+        source: memoryview,
+        target: memoryview,
         loops: Sequence[tuple[int, int, int]],
         run_nbytes: int,
         *,
@@ -177,7 +174,7 @@ class _Run:
                 self._noted.append((file, parts))
                 self.read_nbytes += copy.run_nbytes
 
-    def _write(self, step: Step, content: NDArray[np.uint8]) -> None:
+    def _write(self, step: Step, content: memoryview) -> None:
         file, start = step.region.target_file, step.target_start_nbytes
         parts = self._writer.parts(file, start, content.nbytes)
         for part in parts:

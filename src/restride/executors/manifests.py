@@ -7,8 +7,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from restride.algebra._json import LARGEST_LIST_NBYTES
 from restride.arrays.fingerprint import MODULUS, Digester, finish
 from restride.checkpoint.catalog import Finding
@@ -122,9 +120,8 @@ def _is_whole(layout: Layout) -> bool:
 
 
 def _digests(literal: bytes, digester: Digester, block_nbytes: int) -> tuple[int, ...]:
-    content = np.frombuffer(literal, np.uint8)
     return tuple(
-        digester.digest(content[low : low + block_nbytes], low)
+        digester.digest(literal[low : low + block_nbytes], low)
         for low in range(0, len(literal), block_nbytes)
     )
 

@@ -196,7 +196,7 @@ def spot_check_masters(catalog: Catalog, *, budget_nbytes: int) -> tuple[Finding
             stop = min(start + min(_SPOT_NUMEL, region.step_numel), region.numel)
             filled = fill_step(region.step(start, stop), reader, buffers, _ignore)
             itemsize = region.target_dtype.itemsize_nbytes
-            writer.write_from(region.target_file, start * itemsize, filled.data)
+            writer.write_from(region.target_file, start * itemsize, filled)
     return tuple(
         finding
         if finding.details["dtype"] != finding.details["master_dtype"]

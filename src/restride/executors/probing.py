@@ -6,9 +6,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from restride.arrays.fingerprint import Digester
+from restride.arrays.memory import allocate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +38,7 @@ def probe_rate(reader: CatalogReader, sizes: list[int]) -> float | None:
     Raises:
         ExecutionError: A source cannot be read.
     """
-    buffer = np.empty(_PIECE_NBYTES, np.uint8)
+    buffer = allocate(_PIECE_NBYTES)
     digester = Digester()
     digester.digest(buffer, 0)  # the weights are made once
     done = 0
@@ -47,9 +46,9 @@ def probe_rate(reader: CatalogReader, sizes: list[int]) -> float | None:
     try:
         started = time.perf_counter()
         for file, start in _places(sizes):
-            reader.read_into(file, start, buffer.data)
+            reader.read_into(file, start, buffer)
             digester.digest(buffer, done)
-            done += os.pwrite(descriptor, buffer.data, done)
+            done += os.pwrite(descriptor, buffer, done)
             if time.perf_counter() - started > _MOST_SECONDS:
                 break
         seconds = time.perf_counter() - started

@@ -7,17 +7,14 @@ from itertools import islice
 from threading import local
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from restride.arrays.fingerprint import MODULUS, Digester, scratch_nbytes
+from restride.arrays.memory import allocate
 from restride.errors import ExecutionError, FormatError
 from restride.frozen import Frozen
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-
-    from numpy.typing import NDArray
 
 __all__ = ["Damage", "Extent", "digest_rows", "find_damage"]
 
@@ -91,9 +88,9 @@ def find_damage(
     state = local()
 
     def look(extent: Extent) -> str:
-        tools: tuple[Digester, NDArray[np.uint8]] | None = getattr(state, "tools", None)
+        tools: tuple[Digester, memoryview] | None = getattr(state, "tools", None)
         if tools is None:
-            tools = state.tools = Digester(rows), np.empty(rows * _ROW_NBYTES, np.uint8)
+            tools = state.tools = Digester(rows), allocate(rows * _ROW_NBYTES)
         try:
             found = _digest(extent, pool, *tools)
         except (ExecutionError, FormatError) as error:
@@ -113,14 +110,14 @@ def find_damage(
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _digest(extent: Extent, pool: FilePool, digester: Digester, buffer: NDArray[np.uint8]) -> int:
+def _digest(extent: Extent, pool: FilePool, digester: Digester, buffer: memoryview) -> int:
     total = done = 0
     while done < extent.nbytes:
         # Pieces end on multiples of their size, as the digester cuts them anyway.
         at = extent.base_nbytes + done
         count = min(extent.nbytes - done, buffer.nbytes - at % buffer.nbytes)
         part = buffer[:count]
-        pool.read_exact(extent.path, extent.start_nbytes + done, part.data)
+        pool.read_exact(extent.path, extent.start_nbytes + done, part)
         total += digester.digest(part, at)
         done += count
     return total % MODULUS

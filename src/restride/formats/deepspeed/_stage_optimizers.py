@@ -20,7 +20,6 @@ from restride.formats.deepspeed._stage_layers import TIED, tied_prefix
 from restride.formats.deepspeed._stage_numbers import LayerShapes, NumberedStage, number_stages
 from restride.formats.deepspeed._stage_values import LayerWeights
 from restride.formats.deepspeed._whole_file import read_whole_file
-from restride.formats.deepspeed._witness import Witness
 from restride.frozen import Frozen
 from restride.storage.ranges import FilePool
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._layers import OpenedLayer
     from restride.formats.deepspeed._stage_flat import FlatCut
     from restride.formats.deepspeed._whole_file import WholeFile
+    from restride.formats.deepspeed._witness import Witness
 
 __all__ = ["StageNames", "name_stages"]
 
@@ -94,6 +94,8 @@ def name_stages(
         tied_to = {number: key for key, numbers in told.items() for number in numbers}
     shapes = [_shapes(layer, buffers, tied_to or {}) for layer in layers]
     weights = LayerWeights(layers, shapes)
+    from restride.formats.deepspeed._witness import Witness  # noqa: PLC0415 - imports NumPy
+
     with FilePool() as pool:
         witness = Witness(pool)
         cuts = _cut(ranks, weights, witness)

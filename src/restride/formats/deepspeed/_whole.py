@@ -25,7 +25,6 @@ from restride.formats.deepspeed._numbering import Unmatched
 from restride.formats.deepspeed._whole_experts import open_optimizers
 from restride.formats.deepspeed._whole_file import CASTABLE, read_whole_file
 from restride.formats.deepspeed._whole_match import Source, Weight, assign
-from restride.formats.deepspeed._witness import Witness
 from restride.frozen import Frozen
 from restride.storage.ranges import FilePool
 
@@ -122,6 +121,8 @@ def read_whole(run: Run, experts: ExpertRanks | None = None) -> Whole | None:
         return _unmatched(run, mesh, sources, {}, run.names.problem)
     ranks: list[WholeRank] = []
     by_order: set[str] = set()
+    from restride.formats.deepspeed._witness import Witness  # noqa: PLC0415 - imports NumPy
+
     with FilePool() as pool:
         witness = Witness(pool)
         for source in sources:
