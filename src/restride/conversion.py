@@ -221,7 +221,8 @@ def convert(
             `resume` nor `force` is set, or left the beginning of another output.
         BudgetError: The budget is too small for any buffer.
         CoverageError: An element of a tensor is in no file.
-        PlanError: `replicas` names no rank or no tensor, or a rank that has no copy of something.
+        PlanError: `replicas` names no rank or no tensor, or a rank that has no copy of something;
+            or there is not even one thread.
         ReplicaError: Replicas differ and `replicas` does not say which counts.
         MissingProcessError: Another process did not come, or ended before its part was done.
         StoppedError: `stop` was set.

@@ -11,7 +11,7 @@ from restride.algebra.coverage import replication
 from restride.checkpoint.decisions import DEFAULT, read_rules
 from restride.checkpoint.proofs import master_findings
 from restride.checkpoint.soundness import require_sound
-from restride.errors import BudgetError, CoverageError
+from restride.errors import BudgetError, CoverageError, PlanError
 from restride.executors.identity import describe_job
 from restride.executors.masters import spot_check_masters
 from restride.executors.sources import CatalogReader, default_budget_nbytes, default_workers
@@ -89,6 +89,8 @@ def prepare(
     Raises:
         RestrideError: As for `restride.convert`, as far as it can be said without reading tensors.
     """
+    if workers is not None and workers < 1:
+        raise PlanError(f"{workers} threads write nothing", remedy="give 1 or more")
     # What the files hold is asked for three times, and let go with this call.
     opened = TorchFiles()
     told = Told(wanted.pp_tied, wanted.source_config, wanted.source_rules)

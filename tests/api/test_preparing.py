@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from restride import api
+from restride.errors import PlanError
 from restride.exports import Wanted
 from restride.preparation import prepare
 from restride.storage import torch_output, torch_zip
@@ -112,3 +113,11 @@ def test_what_is_the_same_in_many_files_is_spelled_out_once(
     files = _output(SAMPLE, wanted).files
 
     assert len(spelled) <= most < len(files) / 3
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_threads_that_are_none_are_refused(tmp_path: Path, workers: int) -> None:
+    with pytest.raises(PlanError, match=f"{workers} threads write nothing; give 1 or more"):
+        api.convert(SAMPLE, tmp_path / "out", workers=workers)
+
+    assert not list(tmp_path.iterdir())

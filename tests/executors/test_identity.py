@@ -80,7 +80,7 @@ def test_a_job_is_known_again_whatever_memory_and_threads_it_has(columns):
         {"target_start_nbytes": 4},
         {"numel": 11},
         {"replicas": "mean"},
-        {"replicas": CopyAt(1)},
+        {"replicas": CopyAt((("tp", 1),))},
         {"source_dtype": DTYPES["int32"]},
         {"target_dtype": DTYPES["int32"]},
         {"places": (Region(0, 24), Region(1, 28), Region(2, 24), Region(3, 24))},

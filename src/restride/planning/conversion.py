@@ -114,7 +114,7 @@ def plan_conversion(
         files: Source files, as the catalog numbers them.
         jobs: What to write. Targets do not overlap.
         budget_nbytes: Most memory that plan and buffers may take together.
-        workers: Most steps to run at one time; fewer where the budget is small.
+        workers: Most steps to run at one time, at least 1; fewer where the budget is small.
 
     Returns:
         Regions in target order, cut into steps.
@@ -446,7 +446,7 @@ def _sized(
     left, least = budget_nbytes - kept, BUFFERS_PER_WORKER * _SMALLEST_BUFFER_NBYTES + step
     if left < least:
         raise BudgetError(needed_nbytes=kept + least, budget_nbytes=budget_nbytes)
-    workers = max(1, min(workers, left // least))
+    workers = min(workers, left // least)
     buffer = min(_LARGEST_BUFFER_NBYTES, (left // workers - step) // BUFFERS_PER_WORKER)
     buffer -= buffer % _SMALLEST_BUFFER_NBYTES
     sharing = {number for family in families(regions) if len(family) > 1 for number in family}
@@ -478,7 +478,7 @@ def _step_numel(region: RegionPlan, buffer_nbytes: int, *, shares: bool) -> int:
         itemsize = max(itemsize, _CAST_ITEMSIZE)
     if not pattern.is_moved:
         itemsize = max(itemsize, _COMPARED_ITEMSIZE)
-    most = max(1, buffer_nbytes // itemsize)
+    most = buffer_nbytes // itemsize
     if shares and pattern.row is not None:
         # So that a buffer takes the rows of the source, which have parts of several targets.
         rows = buffer_nbytes // (pattern.row.source_numel * region.source_dtype.itemsize_nbytes)
