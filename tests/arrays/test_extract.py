@@ -234,23 +234,6 @@ def test_numpy_arrays_do_not_need_torch(monkeypatch):
         extract(ROWS, "weight", 0)
 
 
-def test_runs_as_long_as_any_memcpy_likes_are_not_given_to_the_kernel(monkeypatch):
-    rows = Layout.of(
-        {"tp": 2},
-        (4, 1 << 16),
-        [(2, 1 << 16)] * 2,
-        [Piece((Axis(2, 1 << 17, 1, 0), Axis(1 << 17, 1, 0, 1)))],
-    )
-    full = np.arange(1 << 18, dtype=np.uint16).reshape(4, 1 << 16)
-    asked = []
-    monkeypatch.setattr("restride.arrays._numpy.copy_at", lambda *given: asked.append(given))
-
-    assert np.array_equal(extract(rows, full, 1), full[2:])
-    assert not asked
-    assert np.array_equal(extract(rows, full.astype(np.uint8), 1), full[2:].astype(np.uint8))
-    assert asked
-
-
 @pytest.mark.parametrize(
     ("index", "shape", "expected"),
     [(0, (), []), (5, (2, 3), [1, 2]), (3, (2, 1, 3), [1, 0, 0]), (0, (1,), [0])],

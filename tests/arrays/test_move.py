@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from random import Random
 
 import numpy as np
 import pytest
@@ -100,6 +101,53 @@ def test_transfers_of_a_plan_are_carried_out():
 
     for rank, expected in cut(COLUMNS, full).items():
         np.testing.assert_array_equal(moved[rank], expected)
+
+
+def dealt(order, ranks):
+    """Rows dealt out to the ranks in some order, one piece for each."""
+    pieces = [
+        Piece((Axis(3, 1, 0, 1),), 3 * row, place % ranks, 3 * (place // ranks))
+        for place, row in enumerate(order)
+    ]
+    rows = len(order)
+    return Layout.of({"ep": ranks}, (rows, 3), [(rows // ranks, 3)] * ranks, pieces)
+
+
+@pytest.mark.parametrize("kind", ["array", pytest.param("tensor", marks=pytest.mark.interop)])
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_that_turn_around_are_moved(kind, seed):
+    """Their transfers go backwards in the source, in the target or in both; no tensor can."""
+    random = Random(seed)  # noqa: S311
+    orders = []
+    for _ in range(2):
+        order = list(range(8))
+        if seed % 3:
+            random.shuffle(order)
+        elif random.random() < 0.8:
+            order.reverse()
+        orders.append(order)
+    source, target = (dealt(order, random.choice([1, 2, 4])) for order in orders)
+    full = np.arange(24, dtype=np.float32).reshape(8, 3)
+    if kind == "tensor":
+        full = pytest.importorskip("torch").from_numpy(full)
+    transfers = compose(target, source)
+
+    moved = move(transfers, cut(source, full))
+
+    for rank, expected in cut(target, full).items():
+        assert moved[rank].tolist() == expected.tolist()
+
+
+def test_the_rows_above_go_backwards_on_either_side():
+    forwards, backwards = dealt(range(8), 1), dealt(range(7, -1, -1), 1)
+    found = {
+        (axis.source_shard_stride < 0, axis.target_shard_stride < 0)
+        for source, target in ((forwards, backwards), (backwards, forwards), (backwards, backwards))
+        for transfer in compose(target, source).descriptors
+        for axis in transfer.axes
+    }
+
+    assert {(True, False), (False, True)} & found
 
 
 def test_padding_of_the_target_is_zero():

@@ -90,6 +90,40 @@ def test_memory_that_is_read_is_never_written():
     assert not memory.any()
 
 
+def test_arrays_whose_bytes_are_in_another_order_are_refused_and_not_mixed():
+    """They have a dtype of the same name, and were copied bit for bit."""
+    full = np.arange(24, dtype="<f4").reshape(4, 6)
+    shards = cut(ROWS, full)
+    mixed = {0: shards[0], 1: shards[1].astype(">f4")}
+
+    for call in (
+        lambda: rebuild(ROWS, mixed),
+        lambda: move(plan_transfer(COLUMNS, ROWS), mixed),
+    ):
+        with pytest.raises(UnsupportedError, match="rank 1: the shard is numpy >f4 cpu, that of"):
+            call()
+    with pytest.raises(UnsupportedError, match="out: is numpy >f4 cpu, what is read is numpy flo"):
+        extract(ROWS, full, 0, out=np.empty((2, 6), ">f4"))
+    # All of them in that order are fine.
+    turned = {rank: shard.astype(">f4") for rank, shard in shards.items()}
+    assert rebuild(ROWS, turned).dtype == np.dtype(">f4")
+    assert np.array_equal(rebuild(ROWS, turned), full)
+
+
+def test_records_with_other_fields_are_refused_and_not_mixed():
+    full = np.zeros((4, 6), [("a", "i4"), ("b", "f4")])
+
+    with pytest.raises(UnsupportedError, match="what is read is numpy"):
+        extract(ROWS, full, 0, out=np.empty((2, 6), [("a", "f4"), ("b", "i4")]))
+
+
+def test_empty_memory_is_in_nobodys_way():
+    empty = split((0, 6), mesh={"tp": 2})
+    full = np.ones((3, 6))
+
+    assert extract(empty, full[2:2], 0, out=full[1:1]).shape == (0, 6)
+
+
 def test_a_target_rank_that_does_not_exist_is_named():
     with pytest.raises(LayoutError, match="array for rank 3, the target has 3 ranks"):
         move(

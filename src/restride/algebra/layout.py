@@ -55,7 +55,7 @@ class Padding(Frozen):
         return Piece(self.axes, 0, self.rank_base, self.shard_base)
 
 
-class Layout(Frozen):
+class Layout(Frozen, cache_hash=True):
     """Where every element of one tensor is: a relation between full index and (rank, shard index).
 
     Replicas are elements that more than one (rank, shard index) holds; they are derived and never

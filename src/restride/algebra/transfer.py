@@ -121,7 +121,7 @@ class Transfer(Frozen):
         return prod(axis.extent for axis in self.axes)
 
 
-class Transfers(Frozen):
+class Transfers(Frozen, cache_hash=True):
     """All transfers between two layouts of one tensor.
 
     Attributes:

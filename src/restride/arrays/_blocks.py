@@ -14,7 +14,7 @@ from restride.algebra._digits import Walk, join
 from restride.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from restride.arrays._frameworks import Array, Framework
 
@@ -50,6 +50,16 @@ class Block(Frozen):
         """The same block with source and target exchanged."""
         return Block(self.extents, self.target, self.source)
 
+    def forwards(self) -> Block:
+        """The same elements in an order in which no loop goes backwards in the target."""
+        sides = []
+        for side in (self.source, self.target):
+            axes = list(zip(self.extents, side.strides, self.target.strides, strict=True))
+            moved = sum((extent - 1) * stride for extent, stride, step in axes if step < 0)
+            strides = tuple(-stride if step < 0 else stride for _, stride, step in axes)
+            sides.append(Side(side.base + moved, strides))
+        return Block(self.extents, *sides)
+
 
 class Views(Frozen):
     """Two views of one shape over the same elements.
@@ -84,13 +94,15 @@ def views(framework: Framework, source: Array, target: Array, block: Block) -> I
 def _in_memory(
     framework: Framework, source: Array, block: Block
 ) -> Iterator[tuple[Sequence[int], int, Sequence[int], Side]]:
-    walk = _memory_walk(tuple(source.shape), framework.strides(source))
-    if walk is None:
-        yield block.extents, block.source.base, block.source.strides, block.target
-        return
-    digits = zip(block.extents, block.source.strides, block.target.strides, strict=True)
-    wanted = Walk((block.source.base, block.target.base), tuple(digits))
-    for joined in join(wanted, walk):
+    axes = tuple(zip(block.extents, block.source.strides, block.target.strides, strict=True))
+    bases = (block.source.base, block.target.base)
+    in_memory = _memory_walk(tuple(source.shape), framework.strides(source))
+    found: Iterable[Walk]
+    if in_memory is None:
+        found = [Walk((*bases, bases[0]), tuple((*axis, axis[1]) for axis in axes))]
+    else:
+        found = join(Walk(bases, axes), in_memory)
+    for joined in found:
         parts = [joined] if framework.has_negative_strides else _forwards(joined)
         for part in parts:
             extents, target_strides, strides = (

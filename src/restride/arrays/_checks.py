@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from restride.algebra.layout import Layout
 from restride.algebra.scales import STATE_POWERS
-from restride.arrays._blocks import Block, Side, Views
+from restride.arrays._blocks import Block, Side
 from restride.arrays._frameworks import framework_of
 from restride.errors import LayoutError, RestrideError, ShapeMismatchError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from fractions import Fraction
 
-    from restride.algebra.layout import Layout
     from restride.algebra.piece import Piece
+    from restride.algebra.transfer import Transfers
     from restride.arrays._frameworks import Array, Framework
 
 __all__ = [
@@ -22,9 +24,9 @@ __all__ = [
     "admit_shards",
     "admit_tensor",
     "block_of",
-    "copy_scaled",
     "fill_padding",
     "require_unscaled_state",
+    "scales_of",
 ]
 
 
@@ -76,11 +78,10 @@ def admit_shards(
         where = f"{what} of rank {rank}"
         checked[rank] = admit_tensor(shards[rank], shape, where, layout.unit_bits)
     first = min(checked)
-    for rank, (framework, array) in checked.items():
-        kind, expected = _kind(framework, array), _kind(*checked[first])
-        if kind != expected:
+    for rank, found in checked.items():
+        if not _are_alike(found, checked[first]):
             raise UnsupportedError(
-                f"the shard is {kind}, that of rank {first} is {expected}",
+                f"the shard is {_kind(*found)}, that of rank {first} is {_kind(*checked[first])}",
                 where=f"{what} of rank {rank}",
                 remedy="bring all shards to one dtype and device first",
             )
@@ -91,16 +92,18 @@ def admit_out(
     framework: Framework,
     out: Array | None,
     shape: tuple[int, ...],
-    sources: Iterable[Array],
+    like: Array,
+    taken: Collection[tuple[int, int]],
     what: str,
 ) -> Array:
     """Return where to write: `out`, if it is fit for that, else new memory.
 
     Args:
-        framework: That of the sources.
+        framework: That of what is read.
         out: What the caller gave.
         shape: Shape that is written.
-        sources: What is read; at least one array, all of one type and place.
+        like: An array of the type and place of all that is read.
+        taken: Where in memory everything is that is read, or that others write.
         what: What `out` is, for errors.
 
     Raises:
@@ -108,25 +111,21 @@ def admit_out(
         UnsupportedError: It is of another type or place, is not contiguous, cannot be written, or
             shares memory with what is read.
     """
-    read = list(sources)
     if out is None:
-        return framework.empty(read[0], shape)
+        return framework.empty(like, shape)
     given, admitted = admit_tensor(out, shape, what, None)
-    if (
-        given.name != framework.name
-        or admitted.dtype != read[0].dtype
-        or (given.place(admitted) != framework.place(read[0]))
-    ):
-        kind, expected = _kind(given, admitted), _kind(framework, read[0])
-        if kind != expected:
-            raise UnsupportedError(f"is {kind}, what is read is {expected}", where=what)
+    if not _are_alike((given, admitted), (framework, like)):
+        raise UnsupportedError(
+            f"is {_kind(given, admitted)}, what is read is {_kind(framework, like)}", where=what
+        )
     if not framework.is_writable(out):
         raise UnsupportedError(
             "is not a contiguous array that can be written",
             where=what,
             remedy="hand in an array of its own, or leave it out",
         )
-    if framework.overlaps(out, read):
+    start, stop = framework.reach(admitted)
+    if any(start < end and first < stop for first, end in taken):
         raise UnsupportedError(
             "shares memory with what is read, which would be overwritten before it is read",
             where=what,
@@ -134,8 +133,27 @@ def admit_out(
     return admitted
 
 
+def _are_alike(a: tuple[Framework, Array], b: tuple[Framework, Array]) -> bool:
+    """Whether elements of one array may be copied to the other as they are."""
+    (one, array), (other, second) = a, b
+    return (
+        one.name == other.name
+        and bool(array.dtype == second.dtype)
+        and one.place(array) == other.place(second)
+    )
+
+
 def _kind(framework: Framework, array: Array) -> str:
-    return f"{framework.name} {framework.dtype_name(array)} {framework.place(array)}"
+    # Not the name of the dtype, which is the same in both orders of bytes.
+    dtype = str(array.dtype).removeprefix("torch.")
+    return f"{framework.name} {dtype} {framework.place(array)}"
+
+
+@lru_cache(maxsize=64)
+def scales_of(scaled: Layout | Transfers) -> tuple[Fraction, ...]:
+    """The factors by which elements change, other than 1."""
+    parts = scaled.all_pieces if isinstance(scaled, Layout) else scaled.descriptors
+    return tuple(dict.fromkeys(part.scale for part in parts if part.scale != 1))
 
 
 def require_unscaled_state(scales: Iterable[Fraction], state: str) -> None:
@@ -148,9 +166,11 @@ def require_unscaled_state(scales: Iterable[Fraction], state: str) -> None:
     Raises:
         UnsupportedError: One of the scales is not 1, and `state` is an optimizer state.
     """
-    power = STATE_POWERS.get(state)
     scale = next((scale for scale in scales if scale != 1), None)
-    if scale is None or power == 1:
+    if scale is None:
+        return
+    power = STATE_POWERS.get(state)
+    if power == 1:
         return
     if power is None:
         raise UnsupportedError(
@@ -176,14 +196,10 @@ def block_of(piece: Piece) -> Block:
     )
 
 
-def copy_scaled(framework: Framework, pair: Views, scale: Fraction) -> None:
-    """Copy the source of a pair to its target, scaled where the scale is not 1."""
-    source = pair.source if scale == 1 else framework.scaled(pair.source, scale)
-    framework.copy(pair.target, source)
-
-
 def fill_padding(framework: Framework, layout: Layout, rank: int, shard: Any) -> None:
     """Write zeros wherever the layout declares padding; nobody may rely on what is undefined."""
+    if not layout.padding:
+        return
     for padding in layout.paddings(rank):
         extents = [axis.extent for axis in padding.axes]
         strides = [axis.shard_stride for axis in padding.axes]

@@ -15,7 +15,7 @@ from restride.arrays._torch import TorchFramework
 from restride.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from fractions import Fraction
 
     from numpy.typing import NDArray
@@ -47,8 +47,8 @@ class Framework(Protocol):
     def dtype_name(self, array: Array, /) -> str:
         """Name of the element type, the same for both frameworks."""
 
-    def place(self, array: Array, /) -> str:
-        """Memory that the array is in, such as ``"cpu"`` or ``"cuda:0"``."""
+    def place(self, array: Array, /) -> object:
+        """Memory that the array is in, of which the text is such as ``cpu`` or ``cuda:0``."""
 
     def strides(self, array: Array, /) -> tuple[int, ...]:
         """Distance between two steps of each dimension, in elements."""
@@ -64,8 +64,18 @@ class Framework(Protocol):
     def is_writable(self, array: Array, /) -> bool:
         """Whether it is contiguous memory that may be written in place."""
 
-    def overlaps(self, array: Array, others: Iterable[Array], /) -> bool:
-        """Whether an array may have memory in common with another one of the same place."""
+    def reach(self, array: Array, /) -> tuple[int, int]:
+        """Address of the first byte, and of the one behind the last; (0, 0) where there is none."""
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether its own copies of long runs take more than one thread."""
+
+    def addresses(self, arrays: Sequence[Array], /) -> list[int] | None:
+        """Where the first elements are, if all are contiguous, of one type, and in plain memory."""
+
+    def count_write(self, array: Array, /) -> None:
+        """Note that an array was written at its address, if anybody counts that."""
 
     def fill_zero(self, view: Array, /) -> None:
         """Write zeros."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ABI", "FILE_NAME", "KERNEL", "Kernel", "is_available", "load"]
 
-ABI: Final = 5
+ABI: Final = 6
 """What `_kernel.c` must say of itself; both change together."""
 
 FILE_NAME: Final = "librestride.so"
@@ -50,6 +50,9 @@ class Kernel:
         self._copy = library.restride_copy
         self._copy.argtypes = [address, address, number, address, size]
         self._copy.restype = number
+        self._copy_each = library.restride_copy_each
+        self._copy_each.argtypes = [address, address, address, size]
+        self._copy_each.restype = number
         self._run = library.restride_run
         self._run.argtypes = [number, address, size, *[address] * 3]
         self._run.restype = number
@@ -66,6 +69,10 @@ class Kernel:
     def copy(self, target: int, source: int, count: int, loops: bytes, run_nbytes: int) -> bool:
         """Call ``restride_copy``; whether it could hold so many loops."""
         return bool(self._copy(target, source, count, loops, run_nbytes) == 0)
+
+    def copy_each(self, target: int, sources: bytes, copies: bytes, count: int) -> bool:
+        """Call ``restride_copy_each``; whether it could hold so many loops."""
+        return bool(self._copy_each(target, sources, copies, count) == 0)
 
     def run(
         self, program: bytes, count: int, words: int, rows: int, totals: ctypes.Array[Any]

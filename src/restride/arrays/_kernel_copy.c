@@ -31,6 +31,9 @@ enum {
     /* Bytes that no cache near the core holds: whole lines are written past it, since they would be
      * gone before anybody reads them, and need not be read before they are written. */
     LARGE_NBYTES = 8 << 20,
+    /* Nor do two of these fit into the largest one: so are runs at any place, from this length. */
+    HUGE_NBYTES = 16 << 20,
+    LEAST_STREAMED = 16 << 10,
 };
 
 /* One loop. Strides are in bytes. */
@@ -124,20 +127,20 @@ static void move_long_runs(uint8_t *target, const uint8_t *source, axis_t outer,
         }
 }
 
-/* Runs of whole lines that are read in sequence, and written here and there. */
-static void scatter_lines(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
-                          int64_t nbytes) {
+/* Runs whose whole lines are written past the cache. What is left of a line at either end is not. */
+static void stream_runs(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
+                        int64_t nbytes) {
     for (int64_t i = 0; i < outer.extent; i++)
-        for (int64_t j = 0; j < inner.extent; j++)
-            for (int64_t at = 0; at < nbytes; at += LINE)
-                store_line(target + i * outer.target + j * inner.target + at,
-                           source + i * outer.source + j * inner.source + at, 1);
+        for (int64_t j = 0; j < inner.extent; j++) {
+            uint8_t *to = target + i * outer.target + j * inner.target;
+            const uint8_t *from = source + i * outer.source + j * inner.source;
+            int64_t at = (int64_t)(-(uintptr_t)to % LINE);
+            if (at > nbytes) at = nbytes;
+            memcpy(to, from, (size_t)at);
+            for (; at + LINE <= nbytes; at += LINE) store_line(to + at, from + at, 1);
+            memcpy(to + at, from + at, (size_t)(nbytes - at));
+        }
     end_stores();
-}
-
-static int are_lines(const uint8_t *target, axis_t outer, axis_t inner, int64_t nbytes) {
-    return !(((uintptr_t)target | (uintptr_t)outer.target | (uintptr_t)inner.target |
-              (uintptr_t)nbytes) % LINE);
 }
 
 static void lines(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
@@ -284,7 +287,7 @@ typedef struct {
     int32_t count;
     int64_t nbytes; /* of a run */
     int is_tiled;   /* whether the last two axes are */
-    int is_large;
+    double moved_nbytes;
 } nest_t;
 
 /* Sort loops by falling stride of the target, and merge those that go on where others end. */
@@ -327,17 +330,25 @@ static void choose_tiles(nest_t *nest) {
     nest->is_tiled = 1;
 }
 
+/* Whether runs are written past the cache: long ones, and those that fill whole lines and are read in
+ * sequence. */
+static int is_streamed(const nest_t *nest, const uint8_t *target, axis_t outer, axis_t inner) {
+    if (nest->moved_nbytes >= HUGE_NBYTES && nest->nbytes >= LEAST_STREAMED) return 1;
+    return nest->moved_nbytes >= LARGE_NBYTES && inner.source == nest->nbytes &&
+           !(((uintptr_t)target | (uintptr_t)outer.target | (uintptr_t)inner.target |
+              (uintptr_t)nest->nbytes) % LINE);
+}
+
 static void walk(const nest_t *nest, int32_t depth, uint8_t *target, const uint8_t *source) {
     int32_t left = nest->count - depth;
     const axis_t *axis = &nest->axes[depth];
     if (left == 2 && nest->is_tiled) {
-        tiles(target, source, axis[0], axis[1], nest->nbytes, nest->is_large);
+        tiles(target, source, axis[0], axis[1], nest->nbytes, nest->moved_nbytes >= LARGE_NBYTES);
     } else if (left <= 2) {
         axis_t outer = left == 2 ? axis[0] : ONCE;
         axis_t inner = left >= 1 ? axis[left - 1] : ONCE;
-        if (nest->is_large && inner.source == nest->nbytes &&
-            are_lines(target, outer, inner, nest->nbytes))
-            scatter_lines(target, source, outer, inner, nest->nbytes);
+        if (is_streamed(nest, target, outer, inner))
+            stream_runs(target, source, outer, inner, nest->nbytes);
         else lines(target, source, outer, inner, nest->nbytes);
     } else {
         for (int64_t i = 0; i < axis->extent; i++)
@@ -357,14 +368,13 @@ static void walk(const nest_t *nest, int32_t depth, uint8_t *target, const uint8
  */
 EXPORT int32_t restride_copy(uint8_t *target, const uint8_t *source, int32_t count,
                              const int64_t *axes, int64_t nbytes) {
-    nest_t nest = {.nbytes = nbytes};
-    double moved = (double)nbytes;
+    nest_t nest = {.nbytes = nbytes, .moved_nbytes = (double)nbytes};
     for (int32_t i = 0; i < count; i++) {
         axis_t axis = {axes[3 * i], axes[3 * i + 1], axes[3 * i + 2]};
         if (axis.extent == 0) return 0;
         if (axis.extent == 1) continue;
         if (nest.count == MOST_AXES) return 1;
-        moved *= (double)axis.extent;
+        nest.moved_nbytes *= (double)axis.extent;
         if (axis.target < 0) {
             /* The same steps from the other end. */
             target += (axis.extent - 1) * axis.target;
@@ -374,9 +384,24 @@ EXPORT int32_t restride_copy(uint8_t *target, const uint8_t *source, int32_t cou
         }
         nest.axes[nest.count++] = axis;
     }
-    nest.is_large = moved >= LARGE_NBYTES;
     put_in_order(&nest);
     choose_tiles(&nest);
     walk(&nest, 0, target, source);
+    return 0;
+}
+
+/* Copy one nest after another into one array.
+ *
+ * target, sources   addresses from which the places below count
+ * copies, count     of each: which source, place in the target, place in the source, bytes of a run,
+ *                   how many loops, the loops as above
+ *
+ * Returns as `restride_copy`; copies before the one with too many loops are done.
+ */
+EXPORT int32_t restride_copy_each(uint8_t *target, const uint8_t *const *sources,
+                                  const int64_t *copies, int64_t count) {
+    for (const int64_t *at = copies; count > 0; count--, at += 5 + 3 * at[4])
+        if (restride_copy(target + at[1], sources[at[0]] + at[2], (int32_t)at[4], at + 5, at[3]))
+            return 1;
     return 0;
 }

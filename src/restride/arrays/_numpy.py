@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from restride.arrays._words import WORDS, is_long_run, word_nbytes
+from restride.arrays._words import WORDS, word_nbytes
 from restride.arrays.casts import NamedDType, to_comparable
 from restride.arrays.strided import copy_at
 from restride.errors import LayoutError, UnsupportedError
 from restride.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from fractions import Fraction
 
     from numpy.typing import NDArray
@@ -44,6 +44,7 @@ class NumpyFramework:
 
     name = "numpy"
     has_negative_strides = True
+    is_parallel = False
 
     def admit(self, array: NDArray[Any]) -> NDArray[Any]:
         """Refuse what strides cannot reach, and views with half an element between elements."""
@@ -89,9 +90,23 @@ class NumpyFramework:
         """Row-major, in native memory, and not read-only."""
         return bool(array.flags.c_contiguous and array.flags.writeable)
 
-    def overlaps(self, array: NDArray[Any], others: Iterable[NDArray[Any]]) -> bool:
-        """By the bounds of their memory."""
-        return any(np.may_share_memory(array, other) for other in others)
+    def reach(self, array: NDArray[Any]) -> tuple[int, int]:
+        """From address, shape and strides."""
+        if not array.size:
+            return 0, 0
+        below, above = _reach(array.shape, array.strides)
+        address: int = array.__array_interface__["data"][0]
+        return address + below, address + above + array.itemsize
+
+    def addresses(self, arrays: Sequence[NDArray[Any]]) -> list[int] | None:
+        """From the interface that NumPy has for that."""
+        dtype = arrays[0].dtype
+        if any(array.dtype != dtype or not array.flags.c_contiguous for array in arrays):
+            return None
+        return [array.__array_interface__["data"][0] for array in arrays]
+
+    def count_write(self, array: NDArray[Any]) -> None:
+        """Nobody does."""
 
     def fill_zero(self, view: NDArray[Any]) -> None:
         """Write zeros."""
@@ -104,11 +119,7 @@ class NumpyFramework:
         """
         strides = (target.strides, source.strides)
         addresses = (source.__array_interface__["data"][0], target.__array_interface__["data"][0])
-        if (
-            target.dtype == source.dtype
-            and target.flags.writeable
-            and not is_long_run(target.itemsize, target.shape, strides)
-        ):
+        if target.dtype == source.dtype and target.flags.writeable:
             loops = tuple(zip(target.shape, source.strides, target.strides, strict=True))
             if copy_at(*addresses, loops, target.itemsize):
                 return

@@ -12,7 +12,7 @@ from restride.errors import UnsupportedError
 from restride.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from fractions import Fraction
 
     import numpy as np
@@ -54,9 +54,9 @@ class TorchFramework(Frozen):
         """Name of the element type."""
         return str(tensor.dtype).removeprefix("torch.")
 
-    def place(self, tensor: Any) -> str:
+    def place(self, tensor: Any) -> object:
         """The device."""
-        return str(tensor.device)
+        return tensor.device
 
     def strides(self, tensor: Any) -> tuple[int, ...]:
         """Strides in elements."""
@@ -79,10 +79,37 @@ class TorchFramework(Frozen):
         """Row-major, and no view that negates or conjugates what is in memory."""
         return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
-    def overlaps(self, tensor: Any, others: Iterable[Any]) -> bool:
-        """By the addresses of their first and last elements."""
-        first, last = _reach(tensor)
-        return any(first < stop and start < last for start, stop in map(_reach, others))
+    def reach(self, tensor: Any) -> tuple[int, int]:
+        """From address, shape and strides."""
+        if not tensor.numel():
+            return 0, 0
+        start: int = tensor.data_ptr()
+        if tensor.is_contiguous():
+            return start, start + tensor.nbytes
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        steps = sum((size - 1) * stride for size, stride in sizes)
+        return start, start + (steps + 1) * tensor.itemsize
+
+    @property
+    def is_parallel(self) -> bool:
+        """As the caller has set it."""
+        return bool(self.torch.get_num_threads() > 1)
+
+    def addresses(self, arrays: Sequence[Any]) -> list[int] | None:
+        """Of plain tensors on the CPU."""
+        dtype = arrays[0].dtype
+        if all(self._is_plain(a) and a.dtype == dtype and a.is_contiguous() for a in arrays):
+            return [tensor.data_ptr() for tensor in arrays]
+        return None
+
+    def count_write(self, tensor: Any) -> None:
+        """Autograd notices writes by counting them, and does not see those of the kernel."""
+        count = getattr(self.torch.autograd.graph, "increment_version", None)
+        if count is None:
+            # An older version counts this one.
+            tensor.as_strided((0,), (1,)).zero_()
+        else:
+            count(tensor)
 
     def fill_zero(self, view: Any) -> None:
         """Write zeros."""
@@ -99,12 +126,11 @@ class TorchFramework(Frozen):
             self._is_plain(target)
             and self._is_plain(source)
             and target.dtype == source.dtype
-            and not is_long_run(itemsize, target.shape, strides)
+            and not (self.is_parallel and is_long_run(itemsize, target.shape, strides))
         ):
             loops = tuple(zip(target.shape, strides[1], strides[0], strict=True))
             if copy_at(source.data_ptr(), target.data_ptr(), loops, itemsize):
-                # Autograd notices writes by counting them, and has not seen this one.
-                target[:0].zero_()
+                self.count_write(target)
                 return
         width = word_nbytes(
             itemsize,
@@ -185,13 +211,3 @@ class TorchFramework(Frozen):
 def _strides_nbytes(tensor: Any) -> tuple[int, ...]:
     itemsize = tensor.itemsize
     return tuple(stride * itemsize for stride in tensor.stride())
-
-
-def _reach(tensor: Any) -> tuple[int, int]:
-    """Address of the first byte, and of the byte behind the last."""
-    start = tensor.data_ptr()
-    if not tensor.numel():
-        return start, start
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    steps = sum((size - 1) * stride for size, stride in sizes)
-    return start, start + (steps + 1) * tensor.itemsize

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from restride.algebra.coverage import require_covered
-from restride.arrays._blocks import views
 from restride.arrays._checks import (
     admit_out,
     admit_tensor,
     block_of,
-    copy_scaled,
     fill_padding,
     require_unscaled_state,
+    scales_of,
 )
+from restride.arrays._parts import Part, Parts, copy_parts
 
 if TYPE_CHECKING:
-    from fractions import Fraction
-
     from restride.algebra.layout import Layout
-    from restride.arrays._blocks import Block
     from restride.arrays._frameworks import Array
 
 __all__ = ["extract"]
+
+_FULL: Final = 0
 
 
 def extract(
@@ -70,19 +69,18 @@ def extract(
     """
     framework, source = admit_tensor(full, layout.full_shape, "full tensor", layout.unit_bits)
     shape = layout.shard_shape(rank)
-    require_unscaled_state((piece.scale for piece in layout.all_pieces), state)
-    blocks = _blocks(layout, rank)
-    shard = admit_out(framework, out, shape, [source], "out")
+    require_unscaled_state(scales_of(layout), state)
+    parts = _parts(layout, rank)
+    shard = admit_out(framework, out, shape, source, [framework.reach(source)], "out")
     fill_padding(framework, layout, rank, shard)
-    for block, scale in blocks:
-        for pair in views(framework, source, shard, block):
-            copy_scaled(framework, pair, scale)
+    copy_parts(framework, {_FULL: source}, shard, parts)
     return shard if out is None else out
 
 
 # A loop over the steps of a training run cuts the same tensors again and again.
 @lru_cache(maxsize=64)
-def _blocks(layout: Layout, rank: int) -> tuple[tuple[Block, Fraction], ...]:
+def _parts(layout: Layout, rank: int) -> Parts:
     """What to copy for one rank, of a layout that is proved to write each address once."""
     require_covered(layout, side="shard")
-    return tuple((block_of(piece), piece.scale) for piece in layout.pieces(rank))
+    pieces = layout.pieces(rank)
+    return Parts(tuple(Part(_FULL, block_of(piece), piece.scale) for piece in pieces))

@@ -12,14 +12,15 @@ from msgspec.structs import replace
 from restride.algebra._digits import Walk
 from restride.algebra.canonical import piece_of_walk
 from restride.algebra.coverage import require_covered
-from restride.arrays._blocks import Block, Side, views
+from restride.arrays._blocks import Block, Side
 from restride.arrays._checks import (
     admit_out,
     admit_shards,
-    copy_scaled,
     fill_padding,
     require_unscaled_state,
+    scales_of,
 )
+from restride.arrays._parts import Part, Parts, copy_parts
 from restride.errors import CoverageError, LayoutError, PlanError
 from restride.wording import counted
 
@@ -80,19 +81,19 @@ def move(
         [[1], [3]]
     """
     framework, admitted = admit_shards(transfers.source, shards, "source shard")
-    require_unscaled_state((transfer.scale for transfer in transfers.descriptors), state)
+    require_unscaled_state(scales_of(transfers), state)
     _require_each_once(transfers)
     moved = _targets(framework, transfers.target, admitted, out or {})
     for rank, shard in moved.items():
         fill_padding(framework, transfers.target, rank, shard)
-        for source_rank, block, scale in _received(transfers, rank):
+        read, parts = _received(transfers, rank)
+        for source_rank in read:
             if source_rank not in admitted:
                 raise PlanError(
                     f"target rank {rank} reads source rank {source_rank}, which is not given",
                     remedy="hand in its shard, or plan with a source without that rank",
                 )
-            for pair in views(framework, admitted[source_rank], shard, block):
-                copy_scaled(framework, pair, scale)
+        copy_parts(framework, admitted, shard, parts)
     return {rank: (out or {}).get(rank, shard) for rank, shard in moved.items()}
 
 
@@ -109,14 +110,14 @@ def _targets(
             f"out has an array for rank {strangers[0]}, the target has "
             f"{counted(target.rank_count, 'rank')}"
         )
-    read = list(admitted.values())
+    like, taken = next(iter(admitted.values())), list(map(framework.reach, admitted.values()))
     targets: dict[int, Array] = {}
     for rank in range(target.rank_count):
         given = out.get(rank)
         where = f"out of rank {rank}"
-        targets[rank] = admit_out(framework, given, target.shard_shape(rank), read, where)
+        targets[rank] = admit_out(framework, given, target.shard_shape(rank), like, taken, where)
         if given is not None:
-            read.append(given)
+            taken.append(framework.reach(targets[rank]))
     return targets
 
 
@@ -142,13 +143,14 @@ def _require_each_once(transfers: Transfers) -> None:
 
 
 @lru_cache(maxsize=64)
-def _received(transfers: Transfers, rank: int) -> tuple[tuple[int, Block, Fraction], ...]:
-    """Source rank, elements and scale of all that one target rank receives."""
-    return tuple(
-        (source_rank, block, transfer.scale)
+def _received(transfers: Transfers, rank: int) -> tuple[tuple[int, ...], Parts]:
+    """All that one target rank receives, and from which source ranks."""
+    parts = [
+        Part(source_rank, block.forwards(), transfer.scale)
         for transfer in transfers.at_target(rank)
         for source_rank, block in _by_source(transfer)
-    )
+    ]
+    return tuple(dict.fromkeys(part.rank for part in parts)), Parts(tuple(parts))
 
 
 def _by_source(transfer: Transfer) -> Iterator[tuple[int, Block]]:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec.structs import replace
 
 from restride.algebra.copies import CopyAt, as_replicas, require_copies
 from restride.algebra.coverage import Covered, explain, prove, replication, require_covered
-from restride.arrays._blocks import injective_parts, views
 from restride.arrays._checks import (
     admit_out,
     admit_shards,
     block_of,
-    copy_scaled,
     require_unscaled_state,
+    scales_of,
 )
+from restride.arrays._parts import Part, Parts, copy_parts
 from restride.arrays._replicas import Holding, average, find_drift
 from restride.errors import CoverageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from fractions import Fraction
 
     from restride.algebra.layout import Layout
@@ -92,29 +92,20 @@ replicas='first', 'mean' or the rank that counts
     """
     decided = as_replicas(replicas, layout.mesh)
     framework, admitted = admit_shards(layout, shards, "shard")
-    require_unscaled_state((1 / piece.scale for piece in layout.all_pieces), state)
-    supplied = _supplied(layout, tuple(admitted))
-    if isinstance(decided, CopyAt):
-        require_copies(decided, supplied)
-    full = admit_out(framework, out, layout.full_shape, admitted.values(), "out")
-    holdings = [
-        Holding(
-            rank,
-            admitted[rank],
-            block,
-            scale,
-            is_overruled=isinstance(decided, CopyAt) and not decided.is_at(layout.mesh, rank),
-        )
-        for rank in admitted
-        for block, scale in _held(layout, rank)
-    ]
-    # Copies that are preferred are written last. Sorting is stable: lower ranks come first.
-    holdings.sort(key=lambda holding: (holding.is_overruled, holding.scale != 1))
-    for holding in reversed(_outermost(holdings)):
-        for part in reversed(tuple(injective_parts(holding.block))):
-            for pair in views(framework, holding.shard, full, part):
-                copy_scaled(framework, pair, 1 / holding.scale)
-    if decided != "first" and replication(supplied):
+    require_unscaled_state((1 / scale for scale in scales_of(layout)), state)
+    ranks = tuple(admitted)
+    supplied = _supplied(layout, ranks)
+    chosen = decided if isinstance(decided, CopyAt) else None
+    if chosen is not None:
+        require_copies(chosen, supplied)
+    like, taken = next(iter(admitted.values())), list(map(framework.reach, admitted.values()))
+    full = admit_out(framework, out, layout.full_shape, like, taken, "out")
+    copy_parts(framework, admitted, full, _written(layout, ranks, chosen))
+    if decided != "first" and _is_replicated(supplied):
+        holdings = [
+            Holding(rank, admitted[rank], block, scale, is_overruled)
+            for rank, block, scale, is_overruled in _held(layout, ranks, chosen)
+        ]
         drift = find_drift(framework, holdings, full, is_checked=decided != "mean")
         if drift is not None:
             if decided != "mean":
@@ -123,10 +114,39 @@ replicas='first', 'mean' or the rank that counts
     return full if out is None else out
 
 
+_Held: TypeAlias = tuple[int, "Block", "Fraction", bool]
+"""Rank, from its shard into the full tensor, scale, and whether another rank was chosen."""
+
+
+def _held(layout: Layout, ranks: tuple[int, ...], chosen: CopyAt | None) -> list[_Held]:
+    """What all ranks hold, copies that are preferred first."""
+    held = [
+        (
+            rank,
+            block_of(piece).turned(),
+            piece.scale,
+            chosen is not None and not chosen.is_at(layout.mesh, rank),
+        )
+        for rank in ranks
+        for piece in layout.pieces(rank)
+    ]
+    # Sorting is stable: lower ranks come first.
+    held.sort(key=lambda one: (one[3], one[2] != 1))
+    return held
+
+
 @lru_cache(maxsize=64)
-def _held(layout: Layout, rank: int) -> tuple[tuple[Block, Fraction], ...]:
-    """What one rank holds, from its shard into the full tensor."""
-    return tuple((block_of(piece).turned(), piece.scale) for piece in layout.pieces(rank))
+def _written(layout: Layout, ranks: tuple[int, ...], chosen: CopyAt | None) -> Parts:
+    """What to copy, preferred copies last. What another of the same cut would cover is left out."""
+    outermost: dict[tuple[tuple[int, ...], Side], Part] = {}
+    for rank, block, scale, _ in _held(layout, ranks, chosen):
+        outermost.setdefault((block.extents, block.target), Part(rank, block, 1 / scale))
+    return Parts(tuple(outermost.values())[::-1], is_each_once=False)
+
+
+@lru_cache(maxsize=64)
+def _is_replicated(supplied: Layout) -> bool:
+    return bool(replication(supplied))
 
 
 @lru_cache(maxsize=64)
@@ -148,11 +168,3 @@ def _supplied(layout: Layout, ranks: tuple[int, ...]) -> Layout:
             remedy=f"supply the shards of ranks {named} too" if missing else "",
         )
     return supplied
-
-
-def _outermost(holdings: Iterable[Holding]) -> list[Holding]:
-    """Holdings without those that a preferred one of the same cut would overwrite."""
-    by_place: dict[tuple[tuple[int, ...], Side], Holding] = {}
-    for holding in holdings:
-        by_place.setdefault((holding.block.extents, holding.block.target), holding)
-    return list(by_place.values())
