@@ -61,7 +61,7 @@ static void store_line(uint8_t *target, const uint8_t *line, int is_past_cache) 
     memcpy(target, line, LINE);
 }
 
-/* Before anybody else may look at what was stored past the cache. */
+/* At the end of a call, before anybody else may look at what was stored past the cache. */
 static void end_stores(void) {
 #if defined(__SSE2__)
     _mm_sfence();
@@ -140,7 +140,6 @@ static void stream_runs(uint8_t *target, const uint8_t *source, axis_t outer, ax
             for (; at + LINE <= nbytes; at += LINE) store_line(to + at, from + at, 1);
             memcpy(to + at, from + at, (size_t)(nbytes - at));
         }
-    end_stores();
 }
 
 static void lines(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
@@ -249,7 +248,6 @@ INLINED void turn(uint8_t *target, const uint8_t *source, axis_t across, axis_t 
                     store_line(to + m * across.target, buffer + LINE * m, is_past_cache);
             }
     }
-    if (is_past_cache) end_stores();
     axis_t right = {along.extent - wide, along.source, along.target};
     axis_t upper = {high, across.source, across.target};
     axis_t lower = {across.extent - high, across.source, across.target};
@@ -287,7 +285,7 @@ typedef struct {
     int32_t count;
     int64_t nbytes; /* of a run */
     int is_tiled;   /* whether the last two axes are */
-    double moved_nbytes;
+    double all_nbytes; /* of the whole call */
 } nest_t;
 
 /* Sort loops by falling stride of the target, and merge those that go on where others end. */
@@ -333,8 +331,8 @@ static void choose_tiles(nest_t *nest) {
 /* Whether runs are written past the cache: long ones, and those that fill whole lines and are read in
  * sequence. */
 static int is_streamed(const nest_t *nest, const uint8_t *target, axis_t outer, axis_t inner) {
-    if (nest->moved_nbytes >= HUGE_NBYTES && nest->nbytes >= LEAST_STREAMED) return 1;
-    return nest->moved_nbytes >= LARGE_NBYTES && inner.source == nest->nbytes &&
+    if (nest->all_nbytes >= HUGE_NBYTES && nest->nbytes >= LEAST_STREAMED) return 1;
+    return nest->all_nbytes >= LARGE_NBYTES && inner.source == nest->nbytes &&
            !(((uintptr_t)target | (uintptr_t)outer.target | (uintptr_t)inner.target |
               (uintptr_t)nest->nbytes) % LINE);
 }
@@ -343,7 +341,7 @@ static void walk(const nest_t *nest, int32_t depth, uint8_t *target, const uint8
     int32_t left = nest->count - depth;
     const axis_t *axis = &nest->axes[depth];
     if (left == 2 && nest->is_tiled) {
-        tiles(target, source, axis[0], axis[1], nest->nbytes, nest->moved_nbytes >= LARGE_NBYTES);
+        tiles(target, source, axis[0], axis[1], nest->nbytes, nest->all_nbytes >= LARGE_NBYTES);
     } else if (left <= 2) {
         axis_t outer = left == 2 ? axis[0] : ONCE;
         axis_t inner = left >= 1 ? axis[left - 1] : ONCE;
@@ -356,25 +354,20 @@ static void walk(const nest_t *nest, int32_t depth, uint8_t *target, const uint8
     }
 }
 
-/* Copy runs of bytes.
- *
- * target, source   addresses of the first run; the memory that is written and the memory that is
- *                  read have no byte in common
- * count, axes      loops: extent, stride in the source, stride in the target, both in bytes and of
- *                  any sign; no two steps write the same byte
- * nbytes           of a run, at least 1
- *
- * Returns 0, or 1 without having done anything where there are more loops than it can hold.
- */
-EXPORT int32_t restride_copy(uint8_t *target, const uint8_t *source, int32_t count,
-                             const int64_t *axes, int64_t nbytes) {
-    nest_t nest = {.nbytes = nbytes, .moved_nbytes = (double)nbytes};
+static double nbytes_of(int32_t count, const int64_t *axes, int64_t nbytes) {
+    double all = (double)nbytes;
+    for (int32_t i = 0; i < count; i++) all *= (double)axes[3 * i];
+    return all;
+}
+
+static int32_t copy_nest(uint8_t *target, const uint8_t *source, int32_t count, const int64_t *axes,
+                         int64_t nbytes, double all_nbytes) {
+    nest_t nest = {.nbytes = nbytes, .all_nbytes = all_nbytes};
     for (int32_t i = 0; i < count; i++) {
         axis_t axis = {axes[3 * i], axes[3 * i + 1], axes[3 * i + 2]};
         if (axis.extent == 0) return 0;
         if (axis.extent == 1) continue;
         if (nest.count == MOST_AXES) return 1;
-        nest.moved_nbytes *= (double)axis.extent;
         if (axis.target < 0) {
             /* The same steps from the other end. */
             target += (axis.extent - 1) * axis.target;
@@ -390,6 +383,24 @@ EXPORT int32_t restride_copy(uint8_t *target, const uint8_t *source, int32_t cou
     return 0;
 }
 
+/* Copy runs of bytes.
+ *
+ * target, source   addresses of the first run; the memory that is written and the memory that is
+ *                  read have no byte in common
+ * count, axes      loops: extent, stride in the source, stride in the target, both in bytes and of
+ *                  any sign; no two steps write the same byte
+ * nbytes           of a run, at least 1
+ *
+ * Returns 0, or 1 without having done anything where there are more loops than it can hold.
+ */
+EXPORT int32_t restride_copy(uint8_t *target, const uint8_t *source, int32_t count,
+                             const int64_t *axes, int64_t nbytes) {
+    double all = nbytes_of(count, axes, nbytes);
+    int32_t failed = copy_nest(target, source, count, axes, nbytes, all);
+    end_stores();
+    return failed;
+}
+
 /* Copy one nest after another into one array.
  *
  * target, sources   addresses from which the places below count
@@ -400,8 +411,15 @@ EXPORT int32_t restride_copy(uint8_t *target, const uint8_t *source, int32_t cou
  */
 EXPORT int32_t restride_copy_each(uint8_t *target, const uint8_t *const *sources,
                                   const int64_t *copies, int64_t count) {
-    for (const int64_t *at = copies; count > 0; count--, at += 5 + 3 * at[4])
-        if (restride_copy(target + at[1], sources[at[0]] + at[2], (int32_t)at[4], at + 5, at[3]))
-            return 1;
-    return 0;
+    const int64_t *at = copies;
+    double all = 0;
+    for (int64_t i = 0; i < count; i++, at += 5 + 3 * at[4])
+        all += nbytes_of((int32_t)at[4], at + 5, at[3]);
+    at = copies;
+    int32_t failed = 0;
+    for (int64_t i = 0; i < count && !failed; i++, at += 5 + 3 * at[4])
+        failed = copy_nest(target + at[1], sources[at[0]] + at[2], (int32_t)at[4], at + 5, at[3],
+                           all);
+    end_stores();
+    return failed;
 }
