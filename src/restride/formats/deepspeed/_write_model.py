@@ -9,14 +9,22 @@ from restride.formats.deepspeed._settings import round_robin_order
 from restride.formats.deepspeed._writing import keyed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Hashable, Mapping
 
     from restride.algebra.layout import Shape
     from restride.checkpoint.training import ModelRank, ParameterGroup
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._writing import Writing
 
-__all__ = ["common_entries", "flat_members", "module_names", "module_of", "ordered", "write_models"]
+__all__ = [
+    "common_entries",
+    "flat_members",
+    "module_names",
+    "module_of",
+    "ordered",
+    "said_by",
+    "write_models",
+]
 
 _GRADIENTS = 2
 
@@ -80,7 +88,24 @@ def write_models(writing: Writing) -> None:
             entries |= writing.experts.entries(
                 writing.target.rank(0, tp), module_names(writing), writing.universal_info
             )
-        writing.output.add(draft, entries)
+        writing.output.add(draft, entries, alike=_kind(writing, rank, tp))
+
+
+def said_by(rank: ModelRank) -> tuple[Hashable, ...]:
+    """What a rank of the source says, to tell it from others: most say the very same values."""
+    values = (*rank.values.values(), *rank.module.values(), rank.module_state)
+    return (*rank.values, "", *rank.module, *map(id, values))
+
+
+def _kind(writing: Writing, rank: ModelRank, tp: int) -> Hashable:
+    """What a model file follows from, beside the shapes of its tensors, which are all of the model.
+
+    None where it is laid out by itself: ranks with experts and stages have names of their own.
+    """
+    if writing.experts is not None or writing.stage is not None:
+        return None
+    tells_of_shared = tp == 0 and any(tensor.aliases for tensor in writing.tensors.values())
+    return ("model", tells_of_shared, *said_by(rank))
 
 
 def module_names(writing: Writing) -> list[str]:

@@ -26,7 +26,7 @@ from restride.formats.deepspeed._write_groups import (
     param_groups,
     states_of,
 )
-from restride.formats.deepspeed._write_model import flat_members, ordered
+from restride.formats.deepspeed._write_model import flat_members, ordered, said_by
 from restride.formats.deepspeed._writing import FP32, keyed, optimizer_key
 from restride.frozen import Frozen
 from restride.layouts.flat import FlatGroup, zero_group
@@ -79,7 +79,10 @@ def _write_file(writing: Writing, groups: list[_FlatGroupWriter], dp: int, tp: i
     if writing.is_elastic:
         state[STEP] = step_of(writing)
     folding = optimizer_folding(writing, target_rank)
-    writing.output.add(draft, {**optimizer_file(rank, state), **folding})
+    alike = None
+    if writing.experts is None and writing.stage is None:  # which have names of their own
+        alike = ("optimizer", *(group.kind(target_rank) for group in groups), *said_by(rank))
+    writing.output.add(draft, {**optimizer_file(rank, state), **folding}, alike=alike)
 
 
 def _base_state(writing: Writing, states: list[dict[Value, Value]]) -> Value:
@@ -98,12 +101,14 @@ class _Buffer(Frozen):
         numels: Elements of each parameter.
         flat: Where they stand, over the ranks that share the buffer.
         stop: Element after the last parameter.
+        kind: The same for cutters whose buffers hold the same parameters, in the same places.
     """
 
     places: Mapping[str, int]
     numels: tuple[int, ...]
     flat: FlatGroup
     stop: int
+    kind: int
 
 
 class _FlatGroupWriter:
@@ -118,6 +123,7 @@ class _FlatGroupWriter:
         self._number = number
         self._group = group
         self._known: dict[tuple[int, ...], FlatGroup] = {}
+        self._kinds: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
         self._chained: dict[tuple[Layout, tuple[Layout, ...]], Layout] = {}  # layers are cut alike
         self._names = states_of(writing, number, group)
         self._whole = states_kept_whole(group, writing.config, writing.target.zero)
@@ -131,6 +137,11 @@ class _FlatGroupWriter:
         ]
         self._arrays = {name: self._announce(name) for name in group.names}
         self._scalars = group_states(writing, number, group)
+
+    def kind(self, rank: int) -> tuple[int, int]:
+        """What all that a file says of the partition of a rank follows from."""
+        buffer, partition = self._place(rank)
+        return buffer.kind, partition
 
     def states(self, draft: FileDraft, rank: int) -> dict[Value, Value]:
         """State of the wrapped optimizer for the partition of a rank."""
@@ -210,7 +221,8 @@ class _FlatGroupWriter:
             )
         flat = self._known[numels]
         places = {name: place for place, name in enumerate(members)}
-        return _Buffer(places, numels, flat, flat.members[-1].start + numels[-1])
+        kind = self._kinds.setdefault((tuple(members), numels), len(self._kinds))
+        return _Buffer(places, numels, flat, flat.members[-1].start + numels[-1], kind)
 
     def _announce(self, name: str) -> dict[str, OutputArray]:
         """Announce all states of a parameter, over the ranks ``dp, tp``."""
