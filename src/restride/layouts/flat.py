@@ -177,9 +177,10 @@ def zero_group(
         )
     starts, stop = _starts(members, parameter_alignment)
     width = _round_up(stop, multiple) // target.size
+    known: dict[tuple[Shape, int, int], Layout] = {}
     return FlatGroup(
         tuple(
-            _member(shape, start, width, target)
+            _member(shape, start, width, target, known)
             for shape, start in zip(members, starts, strict=True)
         ),
         width,
@@ -197,17 +198,30 @@ def _starts(members: Sequence[Shape], alignment: int) -> tuple[list[int], int]:
     return starts, stop
 
 
-def _member(shape: Shape, start: int, width: int, target: MeshAxis) -> FlatMember:
-    """One parameter on its own: shards are its runs inside the partitions."""
-    runs = [_overlap(start, prod(shape), rank * width, width) for rank in range(target.size)]
-    pieces = [
-        Piece(piece.axes, piece.full_base, piece.rank_base, 0)
-        for piece in _run_pieces(prod(shape), start, width)
-    ]
-    layout = place(
-        reshaped(row_layout(target, prod(shape), [len(run) for run in runs], pieces), shape),
-        target,
-    )
+def _member(
+    shape: Shape,
+    start: int,
+    width: int,
+    target: MeshAxis,
+    known: dict[tuple[Shape, int, int], Layout],
+) -> FlatMember:
+    """One parameter on its own: shards are its runs inside the partitions.
+
+    How a parameter is cut follows from its shape, its first partition and how much of that it has;
+    those of most layers are cut alike, and share a layout in `known`.
+    """
+    numel = prod(shape)
+    runs = [_overlap(start, numel, rank * width, width) for rank in range(target.size)]
+    partition, base = divmod(start, max(width, 1))  # of nothing there may be partitions, too
+    cut = shape, partition, min(width - base, numel)
+    layout = known.get(cut)
+    if layout is None:
+        pieces = [
+            Piece(piece.axes, piece.full_base, piece.rank_base, 0)
+            for piece in _run_pieces(numel, start, width)
+        ]
+        row = row_layout(target, numel, [len(run) for run in runs], pieces)
+        layout = known[cut] = place(reshaped(row, shape), target)
     stride = target.mesh.axis_stride(target.name)
     starts = [run.start if run else None for run in runs]
     return FlatMember(
