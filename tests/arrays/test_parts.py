@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
@@ -182,6 +184,26 @@ def test_a_copy_with_too_many_loops_ends_the_call_and_says_so(kernels):
 
     assert not done
     assert target.tolist() == [1] + 7 * [0]
+
+
+def test_threads_that_share_parts_copy_what_one_copies(kernels, use):
+    random_ = random.Random(3)  # noqa: S311
+    source = np.random.default_rng(3).integers(0, 1 << 30, 1 << 16)
+    order = random_.sample(range(512), 512)
+    expected = source.reshape(512, 128)[order]
+    together = threading.Barrier(8)
+
+    def copied(parts):
+        target = np.zeros(1 << 16, int)
+        together.wait()
+        copy_parts(NUMPY, {0: source}, target, parts)
+        return np.array_equal(target.reshape(512, 128), expected)
+
+    with use(kernels[-1]), ThreadPoolExecutor(8) as pool:
+        for _ in range(10):
+            # New ones, so that all threads pack them at once.
+            moved = [part([128], (128 * row, 1), (128 * at, 1)) for at, row in enumerate(order)]
+            assert all(pool.map(copied, [Parts(moved)] * 8))
 
 
 @pytest.mark.interop

@@ -173,22 +173,26 @@ def test_runs_of_whole_lines_that_no_cache_holds_are_scattered(kernels, run, off
 @pytest.mark.parametrize("run", [16 << 10, (16 << 10) + 24, (5 << 20) + 1, (17 << 20) + 1])
 @pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (0, 63), (40, 8)])
 def test_long_runs_that_no_cache_holds_are_copied_from_any_place_to_any(kernels, run, offsets):
-    count = -(-(16 << 20) // run)
-    gap = 96
-    around = np.zeros((run + gap) * count + 192, np.uint8)
+    count, halves, gap = -(-(8 << 20) // run), 2, 96
+    pitch = (run + gap) * count + 32
+    around = np.zeros(halves * pitch + 192, np.uint8)
     start = -around.ctypes.data % 64 + offsets[1]
-    target = around[start : start + (run + gap) * count]
-    content = memory(run * count + 128, 11, 0)
+    target = around[start : start + halves * pitch]
+    content = memory(halves * count * run + 128, 11, 0)
     begin = -content.ctypes.data % 64 + offsets[0]
-    source = content[begin : begin + run * count]
+    source = content[begin : begin + halves * count * run]
+    loops = [(halves, count * run, pitch), (count, run, run + gap)]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_kernel, "KERNEL", kernels[-1])
-        assert copy_at(source.ctypes.data, target.ctypes.data, [(count, run, run + gap)], run)
+        assert copy_at(source.ctypes.data, target.ctypes.data, loops, run)
 
-    rows = target.reshape(count, run + gap)
-    assert np.array_equal(rows[:, :run], source.reshape(count, run))
-    assert not rows[:, run:].any()
+    for half, written in enumerate(target.reshape(halves, pitch)):
+        rows = written[: pitch - 32].reshape(count, run + gap)
+        expected = source.reshape(halves, count, run)[half]
+        assert np.array_equal(rows[:, :run], expected)
+        assert not rows[:, run:].any()
+        assert not written[pitch - 32 :].any()
     assert not around[:start].any()
     assert not around[start + target.nbytes :].any()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from restride.algebra.coverage import require_covered
 from restride.algebra.layout import Layout
 from restride.algebra.scales import STATE_POWERS
 from restride.arrays._blocks import Block, Side
@@ -26,6 +27,7 @@ __all__ = [
     "block_of",
     "fill_padding",
     "require_unscaled_state",
+    "require_written_once",
     "scales_of",
 ]
 
@@ -147,6 +149,16 @@ def _kind(framework: Framework, array: Array) -> str:
     # Not the name of the dtype, which is the same in both orders of bytes.
     dtype = str(array.dtype).removeprefix("torch.")
     return f"{framework.name} {dtype} {framework.place(array)}"
+
+
+@lru_cache(maxsize=64)
+def require_written_once(layout: Layout) -> None:
+    """Refuse a layout that does not say once for every shard address what stands there.
+
+    Raises:
+        CoverageError: With the address.
+    """
+    require_covered(layout, side="shard")
 
 
 @lru_cache(maxsize=64)

@@ -127,7 +127,8 @@ static void move_long_runs(uint8_t *target, const uint8_t *source, axis_t outer,
         }
 }
 
-/* Runs whose whole lines are written past the cache. What is left of a line at either end is not. */
+/* Runs whose whole lines are written past the cache. What is left of a line at either end is not:
+ * they fill lines, or are longer than one. */
 static void stream_runs(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
                         int64_t nbytes) {
     for (int64_t i = 0; i < outer.extent; i++)
@@ -135,7 +136,6 @@ static void stream_runs(uint8_t *target, const uint8_t *source, axis_t outer, ax
             uint8_t *to = target + i * outer.target + j * inner.target;
             const uint8_t *from = source + i * outer.source + j * inner.source;
             int64_t at = (int64_t)(-(uintptr_t)to % LINE);
-            if (at > nbytes) at = nbytes;
             memcpy(to, from, (size_t)at);
             for (; at + LINE <= nbytes; at += LINE) store_line(to + at, from + at, 1);
             memcpy(to + at, from + at, (size_t)(nbytes - at));

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from restride.algebra.coverage import require_covered
 from restride.arrays._checks import (
     admit_out,
     admit_tensor,
     block_of,
     fill_padding,
     require_unscaled_state,
+    require_written_once,
     scales_of,
 )
 from restride.arrays._parts import Part, Parts, copy_parts
@@ -77,10 +77,10 @@ def extract(
     return shard if out is None else out
 
 
-# A loop over the steps of a training run cuts the same tensors again and again.
-@lru_cache(maxsize=64)
+# A loop over the steps of a training run cuts the same tensors again and again, for all ranks.
+@lru_cache(maxsize=256)
 def _parts(layout: Layout, rank: int) -> Parts:
-    """What to copy for one rank, of a layout that is proved to write each address once."""
-    require_covered(layout, side="shard")
+    """What to copy for one rank, of a layout that is proved."""
+    require_written_once(layout)
     pieces = layout.pieces(rank)
     return Parts(tuple(Part(_FULL, block_of(piece), piece.scale) for piece in pieces))

@@ -142,7 +142,7 @@ def _require_each_once(transfers: Transfers) -> None:
         raise error.located("transfers") from None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _received(transfers: Transfers, rank: int) -> tuple[tuple[int, ...], Parts]:
     """All that one target rank receives, and from which source ranks."""
     parts = [

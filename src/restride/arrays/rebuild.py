@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, TypeAlias
 from msgspec.structs import replace
 
 from restride.algebra.copies import CopyAt, as_replicas, require_copies
-from restride.algebra.coverage import Covered, explain, prove, replication, require_covered
+from restride.algebra.coverage import Covered, explain, prove, replication
 from restride.arrays._checks import (
     admit_out,
     admit_shards,
     block_of,
     require_unscaled_state,
+    require_written_once,
     scales_of,
 )
 from restride.arrays._parts import Part, Parts, copy_parts
@@ -152,7 +153,7 @@ def _is_replicated(supplied: Layout) -> bool:
 @lru_cache(maxsize=64)
 def _supplied(layout: Layout, ranks: tuple[int, ...]) -> Layout:
     """The layout as far as the given ranks hold it, proved to cover the tensor."""
-    require_covered(layout, side="shard")
+    require_written_once(layout)
     given = set(ranks)
     missing = [rank for rank in range(layout.rank_count) if rank not in given]
     supplied = layout
