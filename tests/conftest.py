@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,23 @@ def shared() -> Path:
     if found is None:
         pytest.skip("the shared real checkpoints are not beside the repository")
     return found
+
+
+@pytest.fixture
+def kept_while_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system like NFS: a file that is open keeps a name in its folder when it is removed."""
+    remove = os.rmdir
+
+    def rmdir(path: str | Path, **options: Any) -> None:
+        is_open = []
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # it was closed meanwhile
+                is_open.append(str(link.readlink()).startswith(f"{path}{os.sep}"))
+        if any(is_open):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        remove(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
 
 
 @pytest.fixture(scope="session")

@@ -153,6 +153,7 @@ def in_background(function, *arguments, **options):
         thread.join(60)
 
 
+@pytest.mark.usefixtures("kept_while_open")
 @pytest.mark.parametrize(
     ("to", "count"), [("safetensors", 2), ("universal", 3), ("deepspeed", 4), ("safetensors", 40)]
 )

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Timer
@@ -97,6 +97,32 @@ def test_threads_write_into_the_same_files(tmp_path: Path) -> None:
 
     for content in tree(tmp_path / "out").values():
         assert content == b"".join(b"%100d" % start for start in range(0, 4000, 100))
+
+
+@pytest.mark.usefixtures("kept_while_open")
+@pytest.mark.parametrize("is_published", [True, False])
+def test_nothing_is_left_beside_an_output_where_removed_files_stay_while_they_are_open(
+    tmp_path: Path, *, is_published: bool
+) -> None:
+    with suppress(KeyError), atomic_directory(tmp_path / "out") as directory:
+        directory.preallocate("a/b.bin", 1)
+        directory.write_exact("a/b.bin", 0, b"x")
+        if not is_published:
+            raise KeyError
+
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] * is_published
+
+
+@pytest.mark.parametrize("name", [".nfs000000000001", ".fuse_hidden0000000100000001"])
+def test_what_a_file_system_keeps_of_removed_files_is_in_nobodys_way(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / name).write_bytes(b"")
+
+    write(tmp_path / "out", b"x")
+
+    assert tree(tmp_path / "out") == {"a/b.bin": b"x"}
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), ExecutionError("x")])
@@ -681,9 +707,9 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Paths that were made durable."""
     found: list[Path] = []
 
-    def record(path: Path) -> None:
-        assert path.exists()
-        found.append(path)
+    def record(path: str | Path) -> None:
+        assert Path(path).exists()
+        found.append(Path(path))
 
     monkeypatch.setattr(output_files, "sync_path", record)
     return found

@@ -62,6 +62,7 @@ __all__ = [
     "new_word",
     "put_record",
     "remove_all",
+    "remove_if_unused",
     "without_others",
 ]
 
@@ -261,6 +262,12 @@ def remove_all(folder: Path) -> None:
     for path in list(folder.iterdir()):
         if is_of_companions(path.name):
             path.unlink(missing_ok=True)
+
+
+def remove_if_unused(folder: Path) -> None:
+    """Remove the folder if it is empty: whoever uses it has a lock in it, or makes it again."""
+    with suppress(OSError):
+        folder.rmdir()
 
 
 class Beat:

@@ -122,6 +122,8 @@ def joined_output(
         lock = companions.file_of(folder, LOCK, number)
         what = f"part {number} of {count} of {target}"
         with ExitStack() as stack:
+            # When the locks are closed: until then process 0 may not have been able to.
+            stack.callback(companions.remove_if_unused, folder)
             try:
                 stack.enter_context(locked(lock, what=what, patience_seconds=LOCK_SECONDS))
                 is_let_in = stack.enter_context(
@@ -274,8 +276,7 @@ class _Asking:
         for kind in kinds:
             with suppress(OSError):
                 companions.file_of(self._folder, kind, self._number).unlink()
-        with suppress(OSError):
-            self._folder.rmdir()
+        companions.remove_if_unused(self._folder)
 
     def _understood(self, answer: Record, word: str, purpose: Purpose) -> _Answer:
         run = answer.get("run")

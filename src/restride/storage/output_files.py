@@ -6,7 +6,6 @@ import errno
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from threading import Condition
 from typing import TYPE_CHECKING, Final, Self
 
@@ -18,8 +17,9 @@ from restride.storage.reserving import reserve
 from restride.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from concurrent.futures import Future
+    from pathlib import Path
 
     from _typeshed import ReadableBuffer
 
@@ -50,11 +50,13 @@ class OutputFiles:
     def __init__(self, path: Path, *, durable: bool = True) -> None:
         self.path = path
         self.is_durable = durable
-        self._files: dict[str, Path] = {}
+        # Paths below are texts: `Path` takes longer to join and to hash than a small file to write.
+        self._top = str(path)
+        self._files: dict[str, str] = {}
         self._pool = FilePool(writable=True)
         self._unsynced: set[str] = set()
-        self._folders: set[Path] = set()
-        self._unsynced_folders: set[Path] = set()
+        self._folders: set[str] = set()
+        self._unsynced_folders: set[str] = set()
         # Also of each file that is created, and of the end of that.
         self._lock = Condition()
         self._creating: Future[None] | None = None
@@ -77,7 +79,7 @@ class OutputFiles:
             ExistsError: A file was there before.
             ExecutionError: The system cannot write it, or has no room for it.
         """
-        self._require_room(output)
+        self._require_room([f for f in output.files if not (resume and self._is_there(f))])
         for file in output.files:
             self._create(file, resume=resume)
         # Nothing tells whether these are as a new file has them, as the digests of blocks do.
@@ -94,7 +96,7 @@ class OutputFiles:
         Raises:
             ExecutionError: There is no room for all of it.
         """
-        self._require_room(output)
+        self._require_room(output.files)
         thread = ThreadPoolExecutor(1, thread_name_prefix="restride-create")
         self._is_creating = True
         self._creating = thread.submit(self._create_meanwhile, output)
@@ -126,9 +128,8 @@ class OutputFiles:
                 self._is_creating = False
                 self._lock.notify_all()
 
-    def _require_room(self, output: Output) -> None:
+    def _require_room(self, missing: Sequence[OutputFile]) -> None:
         """Refuse what cannot fit before the disk is full, on which others may be writing too."""
-        missing = [file for file in output.files if not self._is_there(file)]
         nbytes = sum(file.nbytes for file in missing)
         with translated("cannot be created", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -145,7 +146,7 @@ class OutputFiles:
     def _is_there(self, file: OutputFile) -> bool:
         """Whether an earlier run has reserved a file."""
         try:
-            return (self.path / file.name).lstat().st_size == file.nbytes
+            return os.lstat(f"{self._top}/{file.name}").st_size == file.nbytes
         except OSError:
             return False
 
@@ -156,9 +157,9 @@ class OutputFiles:
             ExecutionError: One is not there, or has another size: it is not what that process made.
         """
         for file in output.files:
-            path = self.path / file.name
+            path = f"{self._top}/{file.name}"
             with translated("cannot be looked at", path):
-                size = path.lstat().st_size
+                size = os.lstat(path).st_size
             if size != file.nbytes:
                 problem = f"has {size} bytes, and not the {file.nbytes} that process 0 made"
                 raise _failed(problem, path)
@@ -183,35 +184,39 @@ class OutputFiles:
 
     def _create(self, file: OutputFile, *, resume: bool) -> None:
         """Create a file as `preallocate` does, with its fixed parts."""
-        path = self.path / file.name
+        path = f"{self._top}/{file.name}"
+        folder = path.rpartition("/")[0]
         exclusive = 0 if resume else os.O_EXCL
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | exclusive
         try:
-            if path.parent not in self._folders:
-                self._add_folders(path.parent, file.name)
+            if folder not in self._folders:
+                self._add_folders(folder)
             descriptor = os.open(path, flags, 0o666)
         except FileExistsError as error:
-            raise ExistsError("the file is written twice", where=str(path)) from error
+            raise ExistsError("the file is written twice", where=path) from error
         except OSError as error:
             raise _failed(f"cannot be created ({error.strerror})", path) from error
         try:
             reserve(descriptor, file.nbytes)
             for start, literal in file.literals:
-                write_exact(descriptor, start, literal, where=str(path))
+                write_exact(descriptor, start, literal, where=path)
         except OSError as error:
             raise _no_room(error, path, file.nbytes) from error
         finally:
             os.close(descriptor)
         with self._lock:
             # Its name may have been made durable by now, from before it was there.
-            self._unsynced_folders.add(path.parent)
+            self._unsynced_folders.add(folder)
             self._unsynced.add(file.name)
             self._files[file.name] = path
             self._lock.notify_all()
 
-    def _add_folders(self, folder: Path, name: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        folders = {self.path / parent for parent in Path(name).parents}
+    def _add_folders(self, folder: str) -> None:
+        os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - a text
+        folders = {self._top}
+        while folder != self._top:
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
         with self._lock:
             self._folders |= folders
             self._unsynced_folders |= folders
@@ -239,7 +244,7 @@ class OutputFiles:
             # Only now: a sync that took the mark away before would not have seen these bytes.
             self._unsynced.add(name)
 
-    def _path_of(self, name: str) -> Path:
+    def _path_of(self, name: str) -> str:
         """Path of a file that was created, or is going to be: then it is waited for."""
         creating = self._creating
         if creating is not None:
@@ -306,8 +311,8 @@ class OutputFiles:
         """Refuse files that are not of the output: a reader would take them for a part of it."""
         other: list[str] = []
         with translated("cannot be listed", self.path):
-            for folder, _, names in os.walk(self.path, onerror=_raise):
-                below = folder[len(str(self.path)) + 1 :]
+            for folder, _, names in os.walk(self._top, onerror=_raise):
+                below = folder[len(self._top) + 1 :]
                 found = (f"{below}/{name}" if below else name for name in names)
                 other += (name for name in found if name not in self._files)
         if other:
@@ -326,7 +331,7 @@ class OutputFiles:
         self._pool.close()
 
 
-def sync_path(path: Path) -> None:
+def sync_path(path: str | Path) -> None:
     """Make a file durable, or the names in a folder.
 
     Raises:
@@ -341,7 +346,7 @@ def sync_path(path: Path) -> None:
 
 
 @contextmanager
-def translated(problem: str, path: Path) -> Iterator[None]:
+def translated(problem: str, path: str | Path) -> Iterator[None]:
     """Turn what the system says into an error that names the file.
 
     Raises:
@@ -355,7 +360,7 @@ def translated(problem: str, path: Path) -> Iterator[None]:
         raise _failed(f"{problem} ({error.strerror})", path) from error
 
 
-def _no_room(error: OSError, path: Path, nbytes: int) -> ExecutionError:
+def _no_room(error: OSError, path: str, nbytes: int) -> ExecutionError:
     """Say what the file takes, and what there is or what forbids it."""
     needs, remedy = f"no room for {nbytes} bytes", "make room, or name an output elsewhere"
     if error.errno == errno.EFBIG:
@@ -364,15 +369,15 @@ def _no_room(error: OSError, path: Path, nbytes: int) -> ExecutionError:
         remedy = "make room in the quota of this user, or name an output elsewhere"
     else:
         with suppress(OSError):
-            system = os.statvfs(path.parent)
+            system = os.statvfs(path.rpartition("/")[0])
             needs += f", {system.f_bavail * system.f_frsize} are free"
         remedy += "; --dry-run says what all files take"
-    return ExecutionError(f"{needs} ({error.strerror})", where=str(path), remedy=remedy)
+    return ExecutionError(f"{needs} ({error.strerror})", where=path, remedy=remedy)
 
 
 def _raise(error: OSError) -> None:
     raise error
 
 
-def _failed(problem: str, path: Path) -> ExecutionError:
+def _failed(problem: str, path: str | Path) -> ExecutionError:
     return ExecutionError(problem, where=str(path))

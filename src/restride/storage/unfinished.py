@@ -55,6 +55,8 @@ _FILES: Final = "files"
 _REPLACED: Final = "replaced"
 _KNOWN: Final = frozenset({_LOCK, _JOURNAL, _NEW_JOURNAL, _FILES, _REPLACED})
 _PUBLISHED: Final = "published"
+# What NFS and FUSE call a file that was removed while somebody has it open.
+_REMOVED_WHILE_OPEN: Final = (".nfs", ".fuse_hidden")
 _LONGEST_STEM: Final = 200
 _MOST_TRIES: Final = 100
 
@@ -304,6 +306,10 @@ def unfinished_output(
                 if is_removed:
                     _remove(place.folder, target)
     finally:
+        if is_removed:
+            # Not sooner: where a file that is open is removed, as the lock has to be, NFS and FUSE
+            # keep it in its folder under another name until it is closed.
+            companions.remove_if_unused(place.folder)
         if is_removed and not place.is_published:
             for folder in fresh:
                 with suppress(OSError):
@@ -431,8 +437,7 @@ def _held(folder: Path, target: Path, patience_seconds: float) -> Iterator[None]
                 except FileNotFoundError:
                     continue  # its last holder has just removed it
                 except OSError:
-                    with suppress(OSError):
-                        folder.rmdir()  # if it is empty, nobody uses it
+                    companions.remove_if_unused(folder)
                     raise
             yield
             return
@@ -442,7 +447,11 @@ def _held(folder: Path, target: Path, patience_seconds: float) -> Iterator[None]
 def _require_ours(folder: Path) -> None:
     """Refuse a folder that merely has the name: something in it is not ours to delete."""
     names = {entry.name for entry in folder.iterdir()} - _KNOWN
-    strangers = sorted(name for name in names if not companions.is_of_companions(name))
+    strangers = sorted(
+        name
+        for name in names
+        if not (companions.is_of_companions(name) or name.startswith(_REMOVED_WHILE_OPEN))
+    )
     if os.path.lexists(folder / _REPLACED) and not (folder / _REPLACED).is_dir():
         strangers.append(_REPLACED)  # only folders are replaced
     if strangers or folder.is_symlink() or folder.stat().st_uid != os.geteuid():
@@ -455,7 +464,7 @@ def _require_ours(folder: Path) -> None:
 
 
 def _remove(folder: Path, target: Path) -> None:
-    """Remove the folder; what cannot be removed is in nobody's way."""
+    """Remove what is in the folder; what cannot be removed is in nobody's way."""
     if os.path.lexists(folder / _REPLACED) and not os.path.lexists(target):
         return  # it could not be put back, and the next process tries again
     shutil.rmtree(folder / _FILES, ignore_errors=True)
@@ -466,4 +475,3 @@ def _remove(folder: Path, target: Path) -> None:
             (folder / name).unlink(missing_ok=True)
         for path in folder.glob(f"{companions.HELLO}.*"):
             path.unlink(missing_ok=True)  # said before the lock was gone
-        folder.rmdir()
