@@ -6,9 +6,10 @@ Every case is one tensor cut by one layout. What is timed is the whole call into
 again, checks and planning of views included; plans are made beforehand. `memcpy` moves the same
 bytes between two plain buffers. `copy_` is what a careful user of torch would write by hand for the
 same case: one `copy_` for each strided view. Everything of a case runs in every
-round, in an order that is drawn. One thread is timed by the processor time it takes, two, each with
-every second rank, by the clock. The best rounds are shown: those that other work on the machine
-disturbed least, and in which both threads had a core.
+round, in an order that is drawn. One thread is timed by the processor time it takes, two by the
+clock: of what is done rank by rank each has every second one, of `rebuild` and `move` each has a
+tensor of its own. The best rounds are shown: those that other work on the machine disturbed least,
+and in which both threads had a core.
 """
 
 from __future__ import annotations
@@ -140,13 +141,16 @@ def measure(layout: Layout, target: Layout, dtype: str, threads: int) -> dict[st
     """GB/s of memcpy, and the speed of everything else as a part of it."""
     full = torch.arange(layout.full_numel, dtype=torch.int32).view(layout.full_shape)
     full = full.to(getattr(torch, dtype))
-    again = torch.empty_like(full)
+    again = [torch.empty_like(full) for _ in range(threads)]
     ranks = range(layout.rank_count)
     shards = [extract(layout, full, rank) for rank in ranks]
     memory = [torch.empty_like(shard) for shard in shards]
     transfers = plan_transfer(target, layout)
-    moved = {rank: torch.empty(target.shard_shape(rank)).to(full.dtype) for rank in ranks}
-    halves = list(zip(again.view(-1).chunk(threads), full.view(-1).chunk(threads), strict=True))
+    moved = [
+        {rank: torch.empty(target.shard_shape(rank)).to(full.dtype) for rank in ranks}
+        for _ in range(threads)
+    ]
+    halves = list(zip(again[0].view(-1).chunk(threads), full.view(-1).chunk(threads), strict=True))
     pairs = by_hand(layout, full, memory)
     arrays = [array.view(torch.int16 if full.itemsize == 2 else torch.int32) for array in memory]
     native = [array.numpy() for array in arrays]
@@ -165,16 +169,23 @@ def measure(layout: Layout, target: Layout, dtype: str, threads: int) -> dict[st
         "no kernel: extract": without_kernel(cut(full, memory)),
         "extract, NumPy ": without_kernel(cut(whole, native)),
     }
-    if threads == 1:
-        calls["rebuild"] = lambda: rebuild(layout, given, out=again)
-        calls["move"] = lambda: move(transfers, given, out=moved)
-        calls["rebuild "] = without_kernel(calls["rebuild"])
+    whole_tensors = {
+        "rebuild": [lambda out=out: rebuild(layout, given, out=out) for out in again],
+        "move": [lambda out=out: move(transfers, given, out=out) for out in moved],
+    }
+    calls |= {name: run_on(threads, each) for name, each in whole_tensors.items()}
+    calls["rebuild "] = without_kernel(calls["rebuild"])
     taken = in_turn(calls, threads)
-    if threads == 1 and not torch.equal(again.view(-1), full.view(-1)):
+    for out in again:
+        out.zero_()
+    calls["rebuild"]()
+    if not all(torch.equal(out, full) for out in again):
         raise SystemExit("rebuilt something else")
     nbytes = full.numel() * full.itemsize
     memcpy = min(taken.pop("memcpy"))
     ratios = {name: memcpy / min(seconds) for name, seconds in taken.items()}
+    for name in (*whole_tensors, "rebuild "):
+        ratios[name] *= threads
     return {"memcpy_gb_s": nbytes / memcpy / 1e9, **ratios}
 
 

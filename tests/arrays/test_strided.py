@@ -126,6 +126,35 @@ def test_a_transposition_that_no_cache_holds_is_one(kernels, word, offset):
     assert np.array_equal(target.view(f"V{word}").reshape(columns, rows), matrix.T)
 
 
+@pytest.mark.parametrize(
+    ("word", "rows", "columns", "offset"),
+    [
+        (1, 8, (1 << 20) + 3, 33),  # fewer words than there are to the next line
+        (8, 5, 250_007, 8),
+        (1, 2049, 4099, 0),  # lines of the target that begin at any place
+        (2, 2051, 2053, 2),
+        (4, 1031, 2053, 4),
+    ],
+)
+def test_a_large_transposition_of_odd_sizes_is_one_and_writes_nothing_else(
+    kernels, word, rows, columns, offset
+):
+    nbytes = rows * columns * word
+    source = memory(nbytes, 13, 0)
+    around = np.full(nbytes + 256, 7, np.uint8)
+    start = 64 + -around.ctypes.data % 64 + offset
+    loops = [(columns, word, rows * word), (rows, columns * word, word)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kernel, "KERNEL", kernels[-1])
+        assert copy_at(source.ctypes.data, around.ctypes.data + start, loops, word)
+
+    target = around[start : start + nbytes].view(f"V{word}").reshape(columns, rows)
+    assert np.array_equal(target, source.view(f"V{word}").reshape(rows, columns).T)
+    assert (around[:start] == 7).all()
+    assert (around[start + nbytes :] == 7).all()
+
+
 @given(
     word=st.sampled_from([1, 2, 4, 8, 16]),
     step=st.integers(1, 5),
@@ -230,6 +259,42 @@ def test_meshing_loops_are_copied_all_the_same(each_way):
         return target.tobytes()
 
     assert set(each_way(copied)) == {expected.tobytes()}
+
+
+@pytest.mark.parametrize(
+    ("loops", "run"),
+    [
+        ([(3, 40, 80), (5, 8, 16)], 4),  # one loop goes on where the other ends, on both sides
+        ([(3, 40, 85), (5, 8, 16)], 4),  # in the source alone
+        ([(3, 45, 80), (5, 8, 16)], 4),  # in the target alone
+        ([(2, 120, 240), (3, 40, 80), (5, 8, 16)], 4),
+        ([(3, 20, 40), (5, 4, 8), (2, 60, 120)], 4),
+        ([(3, 20, 20), (5, 4, 4)], 4),  # all of it is one run
+        ([(5, 4, 4), (3, 20, 24)], 4),
+    ],
+)
+def test_loops_that_go_on_where_others_end_are_one(each_way, loops, run):
+    source = memory(400, 12, 0)
+    expected = copied_slowly(source, np.zeros(500, np.uint8), loops, run, 0, 0)
+
+    def copied():
+        target = np.zeros(500, np.uint8)
+        copy_strided(source, target, loops, run)
+        return target.tobytes()
+
+    assert set(each_way(copied)) == {expected.tobytes()}
+
+
+@pytest.mark.parametrize("loops", [[(0, 4, 4)], [(3, 8, 8), (0, 4, 4)], [(0, 4, 9), (3, 4, 4)]])
+def test_a_loop_of_no_step_writes_nothing_whoever_asks(kernels, loops):
+    source, target = np.ones(64, np.uint8), np.zeros(64, np.uint8)
+    packed = np.array(loops, np.int64).tobytes()
+    numbers = np.array([0, 0, 0, 4, len(loops), *np.ravel(loops)], np.int64).tobytes()
+    places = np.array([source.ctypes.data], np.uintp).tobytes()
+
+    assert kernels[-1].copy(target.ctypes.data, source.ctypes.data, len(loops), packed, 4)
+    assert kernels[-1].copy_each(target.ctypes.data, places, numbers, 1)
+    assert not target.any()
 
 
 def test_more_loops_than_the_kernel_holds_are_refused_by_it_and_not_begun(kernels):
