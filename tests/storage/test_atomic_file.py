@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -43,6 +44,53 @@ def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch):
 
     assert (tmp_path / "f").read_bytes() == b"theirs"
     assert names_in(tmp_path) == ["f"]
+
+
+@pytest.fixture
+def no_links(monkeypatch):
+    """A file system on which a file has one name."""
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+
+
+@pytest.mark.usefixtures("no_links")
+def test_a_file_system_without_hard_links_gets_the_file_and_loses_none(tmp_path, monkeypatch):
+    write_small_file(tmp_path / "f", b"content")
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+
+    with pytest.raises(ExistsError):
+        write_small_file(tmp_path / "f", b"another")
+
+    assert (tmp_path / "f").read_bytes() == b"content"
+    assert names_in(tmp_path) == ["f"]
+
+
+@pytest.mark.usefixtures("no_links")
+def test_nothing_of_a_file_that_cannot_be_put_in_place_is_left(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "replace", refuse)
+
+    with pytest.raises(ExecutionError, match="Input/output error"):
+        write_small_file(tmp_path / "f", b"content")
+
+    assert names_in(tmp_path) == []
+
+
+def test_an_error_of_a_link_is_not_taken_for_a_file_system_without(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+
+    with pytest.raises(ExecutionError, match="No space left"):
+        write_small_file(tmp_path / "f", b"content")
+
+    assert names_in(tmp_path) == []
 
 
 def test_a_folder_is_never_replaced(tmp_path):

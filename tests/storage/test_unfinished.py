@@ -7,6 +7,7 @@ import errno
 import os
 import pwd
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -713,6 +714,45 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(output_files, "sync_path", record)
     return found
+
+
+@pytest.mark.parametrize("answer", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_that_cannot_sync_folders_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(answer, os.strerror(answer))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+    write(tmp_path / "out", b"x")
+
+    assert tree(tmp_path / "out") == {"a/b.bin": b"x"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_of_folder"), [(errno.EIO, True), (errno.EINVAL, False), (errno.EIO, False)]
+)
+def test_what_cannot_be_made_durable_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int, *, is_of_folder: bool
+) -> None:
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == is_of_folder:
+            raise OSError(answer, os.strerror(answer))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+    with pytest.raises(ExecutionError, match=r"cannot be (made durable|written)"):
+        write(tmp_path / "out", b"x")
+
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("how", ["create", "begin_creating"])

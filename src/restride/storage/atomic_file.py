@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from restride.errors import ExecutionError, ExistsError
+from restride.storage.output_files import sync_path
 
 if TYPE_CHECKING:
     from os import PathLike
 
 __all__ = ["write_small_file"]
+
+# What file systems answer on which a file has one name: FAT, SMB, many in user space.
+_NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
 def write_small_file(path: str | PathLike[str], content: bytes, *, force: bool = False) -> None:
@@ -41,9 +46,8 @@ def write_small_file(path: str | PathLike[str], content: bytes, *, force: bool =
         if force:
             beside.replace(target)
         else:
-            # Unlike a rename, a link is refused where somebody was faster.
-            target.hardlink_to(beside)
-        _sync_folder(target.parent)
+            _take_name(target, beside)
+        sync_path(target.parent)
     except FileExistsError as error:
         raise ExistsError(
             "it exists already", where=str(path), remedy="choose another name, or --force"
@@ -55,9 +59,16 @@ def write_small_file(path: str | PathLike[str], content: bytes, *, force: bool =
             beside.unlink()
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _take_name(target: Path, beside: Path) -> None:
+    """Give the file its name, unless somebody was faster: a rename would replace theirs."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        target.hardlink_to(beside)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        target.open("xb").close()
+        try:
+            beside.replace(target)
+        except BaseException:
+            target.unlink()
+            raise

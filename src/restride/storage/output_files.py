@@ -6,6 +6,7 @@ import errno
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from stat import S_ISDIR
 from threading import Condition
 from typing import TYPE_CHECKING, Final, Self
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["OutputFiles", "sync_path", "translated"]
 
 _MOST_NAMED: Final = 3
+# What SMB and some file systems in user space answer when a folder shall be made durable.
+_NO_SYNC: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 _ZEROS_NBYTES: Final = 1 << 20
 
 
@@ -332,7 +335,7 @@ class OutputFiles:
 
 
 def sync_path(path: str | Path) -> None:
-    """Make a file durable, or the names in a folder.
+    """Make a file durable, or the names in a folder, where the file system knows of such a thing.
 
     Raises:
         ExecutionError: The system cannot do it.
@@ -341,6 +344,9 @@ def sync_path(path: str | Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_SYNC or not S_ISDIR(os.fstat(descriptor).st_mode):
+                raise
         finally:
             os.close(descriptor)
 
