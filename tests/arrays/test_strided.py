@@ -110,6 +110,25 @@ def test_a_transposition_of_any_size_at_any_address_is_one(
 
 
 @pytest.mark.parametrize("word", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(("apart", "turned_apart"), [(3, 1), (1, 3), (2, 2)])
+def test_a_transposition_with_gaps_between_words_is_one(each_way, word, apart, turned_apart):
+    rows, columns = 70, 67
+    pitch, turned_pitch = columns * apart * word, rows * turned_apart * word
+    source = memory(rows * pitch, 14, 0)
+    loops = [(columns, apart * word, turned_pitch), (rows, pitch, turned_apart * word)]
+    words = source.view(f"V{word}").reshape(rows, columns, apart)[:, :, 0]
+    expected = np.zeros((columns, rows, turned_apart), f"V{word}")
+    expected[:, :, 0] = words.T
+
+    def turned():
+        target = np.zeros(columns * turned_pitch, np.uint8)
+        copy_strided(source, target, loops, word)
+        return target.tobytes()
+
+    assert set(each_way(turned)) == {expected.tobytes()}
+
+
+@pytest.mark.parametrize("word", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("offset", [0, 16, 33])
 def test_a_transposition_that_no_cache_holds_is_one(kernels, word, offset):
     rows, columns = 1 << 11, (10 << 20) // (word << 11)
