@@ -82,6 +82,20 @@ def test_a_copy_moves_what_a_loop_over_all_steps_moves(each_way, nest, offsets):
     assert set(each_way(copied)) == {expected.tobytes()}
 
 
+def test_runs_of_every_length_are_moved_whole_and_alone(each_way):
+    source = memory(3 * 300, 15, 3)
+    for run in range(1, 270):
+        loops = [(3, run + 5, run + 7)]
+        expected = copied_slowly(source, np.zeros(3 * 300, np.uint8), loops, run, 0, 0)
+
+        def copied(loops=loops, run=run):
+            target = np.zeros(3 * 300, np.uint8)
+            copy_strided(source, target, loops, run)
+            return target.tobytes()
+
+        assert set(each_way(copied)) == {expected.tobytes()}, run
+
+
 @given(
     word=st.sampled_from([1, 2, 4, 8, 16]),
     rows=st.integers(1, 200),
