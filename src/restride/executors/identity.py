@@ -166,20 +166,20 @@ def _lines(output: Output, plan: Plan) -> Iterator[bytes]:
         for start, literal in file.literals:
             yield repr((start, len(literal))).encode()
             yield literal
-    walks: dict[int, list[list[str]]] = {}
+    texts: dict[int, list[tuple[str, int, str]]] = {}
     for region in plan.regions:
-        known = walks.get(id(region.pattern))
+        known = texts.get(id(region.pattern))
         if known is None:
             known = [
-                [f"{source.walks!r} * {fill.scale}" for source in fill.sources]
+                (f"({fill.agreeing}, {at.rank}, ", at.rank, f", {at.walks!r} * {fill.scale})")
                 for fill in region.fills
+                for at in fill.sources
             ]
-            walks[id(region.pattern)] = known
+            texts[id(region.pattern)] = known
         fills = [
-            f"({fill.agreeing}, {source.rank}, {place.file}, {place.start_nbytes}, {text})"
-            for fill, texts in zip(region.fills, known, strict=True)
-            for source, text in zip(fill.sources, texts, strict=True)
-            for place in (region.place(source.rank),)
+            f"{before}{place.file}, {place.start_nbytes}{behind}"
+            for before, rank, behind in known
+            for place in (region.place(rank),)
         ]
         head = (
             *(region.tensor, region.state, region.target_rank, region.target_file),
