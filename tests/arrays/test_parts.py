@@ -99,12 +99,12 @@ def test_a_part_outside_of_an_array_is_refused(calls, outside):
 
 def test_a_smaller_array_than_last_time_is_noticed(calls):
     parts = Parts([part([6], (0, 1), (0, 1))])
-    whole = np.arange(6)
+    whole, empty = np.arange(6, dtype=np.uint8), np.zeros(6, np.uint8)
 
-    copy_parts(NUMPY, {0: whole}, np.zeros(6, int), parts)
+    copy_parts(NUMPY, {0: whole}, empty.copy(), parts)
 
     assert calls == [1]
-    for source, target in ((whole[:5], np.zeros(6, int)), (whole, np.zeros(6, int)[:5])):
+    for source, target in ((whole[:5], empty), (whole, empty[:5])):
         with pytest.raises(LayoutError, match="leaves the memory"):
             copy_parts(NUMPY, {0: source}, target, parts)
     assert calls == [1]

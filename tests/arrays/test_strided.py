@@ -197,19 +197,21 @@ def test_a_large_transposition_of_odd_sizes_is_one_and_writes_nothing_else(
 def test_every_so_manyth_word_is_gathered_and_scattered(each_way, word, step, count, offset):
     strewn = memory(step * word * count, 8, offset)
     dense = memory(word * count, 9, offset // 2)
+    last = (count - 1) * step * word
 
-    def both():
-        gathered, scattered = dense.copy(), strewn.copy()
+    def all_three():
+        gathered, turned, scattered = dense.copy(), dense.copy(), strewn.copy()
         copy_strided(strewn, gathered, [(count, step * word, word)], word)
+        copy_strided(strewn, turned, [(count, -step * word, word)], word, source_start=last)
         copy_strided(dense, scattered, [(count, word, step * word)], word)
-        return gathered.tobytes(), scattered.tobytes()
+        return gathered.tobytes(), turned.tobytes(), scattered.tobytes()
 
     words = strewn.copy().reshape(count, step, word)
-    expected_gathered = words[:, 0].tobytes()
+    expected_gathered, expected_turned = words[:, 0].tobytes(), words[::-1, 0].tobytes()
     words[:, 0] = dense.reshape(count, word)
 
-    for gathered, scattered in each_way(both):
-        assert (gathered, scattered) == (expected_gathered, words.tobytes())
+    for results in each_way(all_three):
+        assert results == (expected_gathered, expected_turned, words.tobytes())
 
 
 @pytest.mark.parametrize("run", [64, 192, 32 << 10])
