@@ -66,7 +66,7 @@ class ConvertReport(Frozen):
         tensor_count: Number of arrays written.
         read_nbytes: Bytes read from the tensors of the source.
         written_nbytes: Bytes of tensors that are in the output.
-        projected_nbytes: Upper bound of the memory that plan, buffers and digests took.
+        projected_nbytes: Upper bound of the memory that it took, beside the program itself.
         seconds: Wall time, opening and syncing included.
         findings: What the user should know: what the reader saw, replicas that were decided.
         resumed_nbytes: Bytes of tensors that an earlier run had written. They were read back and
@@ -183,7 +183,7 @@ def convert(
             somebody else cut. It is taken to be cut as AutoTP does it. Also for `config`, where
             that is not given.
         source_rules: A file of the user's own rules for that, which go first.
-        budget_nbytes: Most memory for plan and buffers. Default: 512 MiB, or a quarter of what
+        budget_nbytes: Most memory beside the program itself. Default: 512 MiB, or a quarter of what
             the cgroup allows where that is less.
         workers: Threads. Default: one for each core that this process may use, up to four.
         replicas: What to do where ranks hold different copies of the same elements: refuse
@@ -285,6 +285,7 @@ class _PartOrder(Frozen):
             budget_nbytes=self.budget_nbytes,
             workers=self.workers,
             replicas=self.replicas,
+            has_records=self.resume or self.count > 1,
         )
 
 

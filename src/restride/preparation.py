@@ -75,6 +75,7 @@ def prepare(
     budget_nbytes: int | None = None,
     workers: int | None = None,
     replicas: Saying = DEFAULT,
+    has_records: bool = False,
 ) -> Prepared:
     """Open a checkpoint, and plan what is written of it.
 
@@ -82,9 +83,10 @@ def prepare(
         path: As for `restride.open`.
         wanted: Format and options.
         pool: What the source files are read through.
-        budget_nbytes: Most memory for plan and buffers.
+        budget_nbytes: Most memory.
         workers: Threads.
         replicas: What to do where ranks hold different copies.
+        has_records: Whether there may be records of an earlier run, or of other processes.
 
     Raises:
         RestrideError: As for `restride.convert`, as far as it can be said without reading tensors.
@@ -119,11 +121,12 @@ def prepare(
         for chosen, target in zip(sources, export.output.tensors, strict=True)
     ]
     task = plan_writing(
-        catalog.files,
+        catalog,
         jobs,
         export.output,
         budget_nbytes=budget,
         workers=default_workers() if workers is None else workers,
+        has_records=has_records,
     )
     spots = _spots(catalog, budget, only_weights=only_weights)
     require_sound(spots, only_weights=only_weights)

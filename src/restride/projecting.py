@@ -34,7 +34,7 @@ class ConvertProjection(Frozen):
         files: Name and size of each file, without the manifest.
         tensor_count: Number of arrays to write.
         moved: What is read and written of tensors, if no replica differs from another.
-        projected_nbytes: Upper bound of the memory that plan, buffers and digests take.
+        projected_nbytes: Upper bound of the memory that it takes, beside the program itself.
         workers: Threads.
         rate: Bytes a second at which one thread of this machine read, digested and wrote a sample
             of the sources just now, the disk left out; None where there is too little to tell.
@@ -83,7 +83,7 @@ def dry_run(
         path: As for `convert`, like everything that follows.
         out: Folder that would be written.
         wanted: Format and options.
-        budget_nbytes: Most memory for plan and buffers.
+        budget_nbytes: Most memory.
         workers: Threads.
         replicas: What to do where ranks hold different copies; they are not read.
         force: Replace a folder that is there.
@@ -98,7 +98,11 @@ def dry_run(
     """
     with FilePool() as pool:
         prepared = prepare(
-            path, wanted, pool, budget_nbytes=budget_nbytes, workers=workers, replicas=replicas
+            *(path, wanted, pool),
+            budget_nbytes=budget_nbytes,
+            workers=workers,
+            replicas=replicas,
+            has_records=resume,
         )
         require_startable(out, force=force, resume=resume, inputs=prepared.inputs)
         catalog, export, task = prepared.catalog, prepared.export, prepared.task

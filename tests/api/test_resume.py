@@ -29,7 +29,7 @@ from restride.testing.command_line import SAMPLE, run
 from restride.testing.contents import tree
 
 BLOCK = 16 << 10
-SMALL = {"workers": 1, "sync_nbytes": 1, "budget_nbytes": 1 << 20}
+SMALL = {"workers": 1, "sync_nbytes": 1, "budget_nbytes": 1 << 21}
 
 
 class StopsAfter(NullObserver):
@@ -388,7 +388,7 @@ def test_what_drifted_is_reported_whole_wherever_it_was_stopped(
 ):
     for module in (blocks, manifests, resuming):
         monkeypatch.setattr(module, "BLOCK_NBYTES", 512)
-    options = {**SMALL, "replicas": policy, "budget_nbytes": 200_000}
+    options = {**SMALL, "replicas": policy, "budget_nbytes": 298_000}
     whole = api.convert(drifted, tmp_path / "whole", **options)
     drift = [f for f in whole.findings if f.kind == "replica-drift"]
     assert [f.details["different_numel"] for f in drift] == [11]
@@ -397,7 +397,10 @@ def test_what_drifted_is_reported_whole_wherever_it_was_stopped(
         out = tmp_path / f"out{steps}"
         stopped(drifted, out, steps, **options)
 
-        report = api.convert(drifted, out, resume=True, **options)
+        # Records need room, too.
+        report = api.convert(
+            drifted, out, resume=True, **{**options, "budget_nbytes": SMALL["budget_nbytes"]}
+        )
 
         resumed += report.resumed_nbytes
         assert [f for f in report.findings if f.kind == "replica-drift"] == drift

@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING
 from restride.arrays.fingerprint import scratch_nbytes
 from restride.errors import BudgetError
 from restride.executors.blocks import TABLE_NBYTES, block_count
+from restride.executors.footprint import (
+    catalog_nbytes,
+    finishing_nbytes,
+    output_nbytes,
+    resuming_nbytes,
+)
 from restride.executors.verifying import digest_rows
 from restride.frozen import Frozen
-from restride.planning.conversion import plan_conversion
+from restride.planning.conversion import LEAST_BUFFERS_NBYTES, plan_conversion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from restride.checkpoint.catalog import FileEntry
+    from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.output import Output
     from restride.planning.conversion import Job
     from restride.planning.plan import Plan
@@ -30,55 +36,96 @@ class Task(Frozen):
         plan: What moves.
         digest_rows: Rows that each worker digests at a time.
         digest_nbytes: Memory that digests take, on top of the plan's.
+        kept_nbytes: Memory that everything else takes from the beginning to the end: the catalog,
+            the description of the output, the table of its blocks, and records of a journal.
+        passing_nbytes: Memory that is taken before the first step and after the last one, when
+            there are no buffers: to read records back, and for the manifest.
     """
 
     output: Output
     plan: Plan
     digest_rows: int
     digest_nbytes: int
+    kept_nbytes: int
+    passing_nbytes: int
 
     @property
     def projected_nbytes(self) -> int:
-        """Upper bound of the memory that plan, buffers and digests take."""
-        return self.plan.projected_nbytes + self.digest_nbytes
+        """Upper bound of the memory that a conversion takes."""
+        kept = self.plan.objects_nbytes - self.plan.steps_nbytes
+        working = self.plan.projected_nbytes - kept + self.digest_nbytes
+        return self.kept_nbytes + kept + max(working, self.passing_nbytes)
 
 
 def plan_writing(
-    files: Sequence[FileEntry],
+    catalog: Catalog,
     jobs: Sequence[Job],
     output: Output,
     *,
     budget_nbytes: int,
     workers: int,
+    has_records: bool = False,
 ) -> Task:
-    """Plan a conversion, its digests and the table of its blocks within a memory budget.
+    """Plan a conversion and all that it takes within a memory budget.
 
     Args:
-        files: Source files, as the catalog numbers them.
+        catalog: The source.
         jobs: What to write.
         output: Where to.
         budget_nbytes: Most memory for all of it.
         workers: Most steps to run at one time.
+        has_records: Whether there may be records of an earlier run, or of other processes.
 
     Raises:
         BudgetError, CoverageError, PlanError, UnsupportedError: As for `plan_conversion`.
     """
+    room = budget_nbytes, workers, has_records
     rows = digest_rows(budget_nbytes, workers)
-    blocks = sum(
+    try:
+        return _planned(catalog, jobs, output, *room, rows=rows)
+    except BudgetError:
+        if rows == 1:
+            raise
+    return _planned(catalog, jobs, output, *room, rows=1)
+
+
+def _planned(
+    catalog: Catalog,
+    jobs: Sequence[Job],
+    output: Output,
+    budget_nbytes: int,
+    workers: int,
+    has_records: bool,  # noqa: FBT001 - as `plan_writing` was called
+    *,
+    rows: int,
+) -> Task:
+    """As `plan_writing`, with so many rows that are digested at a time."""
+    digests = workers * scratch_nbytes(rows)
+    counts = _counts(output)
+    records, read_back = resuming_nbytes(**counts) if has_records else (0, 0)
+    kept = catalog_nbytes(catalog) + output_nbytes(output) + records
+    kept += TABLE_NBYTES * counts["block_count"]
+    read_back += 2 * digests if has_records else 0  # digests, and no larger buffers
+    passing = max(finishing_nbytes(output, **counts), read_back)
+    try:
+        plan = plan_conversion(
+            *(catalog.files, jobs), budget_nbytes=budget_nbytes - kept - digests, workers=workers
+        )
+    except BudgetError as error:
+        needed = kept + error.needed_nbytes + max(digests, passing - LEAST_BUFFERS_NBYTES)
+        raise BudgetError(needed_nbytes=needed, budget_nbytes=budget_nbytes) from None
+    task = Task(output, plan, rows, digests, kept, passing)
+    if task.projected_nbytes > budget_nbytes:
+        raise BudgetError(needed_nbytes=task.projected_nbytes, budget_nbytes=budget_nbytes)
+    return task
+
+
+def _counts(output: Output) -> dict[str, int]:
+    """How many regions a plan of an output has, and how many blocks."""
+    blocks = [
         block_count(tensor.shard_nbytes(rank))
         for tensor in output.tensors
         for rank, region in enumerate(tensor.regions)
         if region is not None
-    )
-    reserved = workers * scratch_nbytes(rows) + TABLE_NBYTES * blocks
-    try:
-        plan = plan_conversion(
-            files,
-            jobs,
-            budget_nbytes=budget_nbytes - reserved,
-            workers=workers,
-        )
-    except BudgetError as error:
-        needed = error.needed_nbytes + reserved
-        raise BudgetError(needed_nbytes=needed, budget_nbytes=budget_nbytes) from None
-    return Task(output, plan, rows, reserved)
+    ]
+    return {"region_count": len(blocks), "block_count": sum(blocks)}

@@ -16,14 +16,14 @@ from restride.storage.ranges import FilePool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Damage", "Extent", "digest_rows", "find_damage"]
+__all__ = ["MOST_AT_ONE_TIME", "Damage", "Extent", "digest_rows", "find_damage"]
 
 # Pieces that stay in the core's cache.
 _ROW_NBYTES: Final = 1 << 10
 _MOST_ROWS: Final = 128
 _ROWS_SHARE: Final = 16
 # A pool of threads takes all that it is given at once.
-_AT_ONE_TIME: Final = 1024
+MOST_AT_ONE_TIME: Final = 1024
 
 
 class Extent(Frozen):
@@ -100,7 +100,7 @@ def find_damage(
     position, left = -1, iter(extents)
     with FilePool() as pool, ThreadPoolExecutor(workers, thread_name_prefix="restride") as threads:
         try:
-            while some := tuple(islice(left, _AT_ONE_TIME)):
+            while some := tuple(islice(left, MOST_AT_ONE_TIME)):
                 for extent, reason in zip(some, threads.map(look, some), strict=True):
                     on_read(extent.nbytes)
                     position += 1

@@ -42,13 +42,21 @@ if TYPE_CHECKING:
     from restride.planning.replicas import Block
     from restride.planning.scales import Use
 
-__all__ = ["Job", "plan_comparison", "plan_conversion", "plan_reading", "whole_layout"]
+__all__ = [
+    "LEAST_BUFFERS_NBYTES",
+    "Job",
+    "plan_comparison",
+    "plan_conversion",
+    "plan_reading",
+    "whole_layout",
+]
 
 # Buffers that stay in the caches (1 to 2 MiB of a core's own on current servers, and its share of
 # the common one) are several times faster than large ones. Two of them leave the core's own, and
 # twice as many steps would cost more than that; below the smallest, steps cost more than bytes.
 _LARGEST_BUFFER_NBYTES: Final = 1 << 20
 _SMALLEST_BUFFER_NBYTES: Final = 1 << 12
+LEAST_BUFFERS_NBYTES: Final = BUFFERS_PER_WORKER * _SMALLEST_BUFFER_NBYTES
 # Differences, means and products are computed in float64, with more arrays at one time than a step
 # has buffers; casts between the 16-bit types go by way of float32. Measured, see tests/executors.
 _COMPARED_ITEMSIZE: Final = 16
@@ -443,7 +451,7 @@ def _sized(
 ) -> Plan:
     """Choose buffers and workers that fit the budget, and cut the regions to match."""
     kept, step = _objects_nbytes(regions)
-    left, least = budget_nbytes - kept, BUFFERS_PER_WORKER * _SMALLEST_BUFFER_NBYTES + step
+    left, least = budget_nbytes - kept, LEAST_BUFFERS_NBYTES + step
     if left < least:
         raise BudgetError(needed_nbytes=kept + least, budget_nbytes=budget_nbytes)
     workers = min(workers, left // least)
@@ -454,7 +462,8 @@ def _sized(
         numel = _step_numel(region, buffer, shares=number in sharing)
         regions[number] = replace(region, step_numel=numel)
     names = tuple(file.name for file in files)
-    return Plan(names, tuple(regions), buffer, workers, kept + workers * step)
+    steps = workers * step
+    return Plan(names, tuple(regions), buffer, workers, kept + steps, steps)
 
 
 def _objects_nbytes(regions: Sequence[RegionPlan]) -> tuple[int, int]:

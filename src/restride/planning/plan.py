@@ -338,6 +338,7 @@ class Plan(Struct, frozen=True):
         buffer_nbytes: Size of one buffer.
         workers: Steps that may run at one time.
         objects_nbytes: Memory that regions, patterns and steps take, at most.
+        steps_nbytes: How much of it steps take, while they are done.
     """
 
     source_files: tuple[str, ...]
@@ -345,6 +346,7 @@ class Plan(Struct, frozen=True):
     buffer_nbytes: int
     workers: int
     objects_nbytes: int = 0
+    steps_nbytes: int = 0
 
     @property
     def projected_nbytes(self) -> int:

@@ -1,0 +1,197 @@
+"""What a conversion takes besides plan and buffers is counted, and is near what it really takes."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import threading
+import tracemalloc
+
+import pytest
+
+from restride import api
+from restride.errors import BudgetError, StoppedError
+from restride.executors import blocks, writing
+from restride.executors.events import NullObserver
+from restride.executors.footprint import (
+    catalog_nbytes,
+    finishing_nbytes,
+    output_nbytes,
+    resuming_nbytes,
+)
+from restride.exports import Wanted, lay_out_export
+from restride.preparation import prepare
+from restride.storage.ranges import FilePool
+from restride.testing.command_line import SAMPLE
+
+RANKS = 16
+MANY = {"to": "deepspeed", "tp": 1, "dp": RANKS, "zero": 3, "workers": 1, "durable": False}
+WAYS = [
+    Wanted("safetensors", states="all"),
+    Wanted("universal"),
+    Wanted("deepspeed", tp=1, dp=RANKS, zero=3),
+]
+# Bounds that are too high refuse what would do.
+MOST = 3
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """A checkpoint of ZeRO-3 in 32 files."""
+    return api.convert(SAMPLE, tmp_path_factory.mktemp("many") / "checkpoint", **MANY).out
+
+
+def traced(make):
+    """What is made, the memory that it takes, and the most that making it took."""
+    make()  # what is imported and cached on the way is the program's
+    gc.collect()
+    tracemalloc.start()
+    try:
+        made = make()
+        _, most = tracemalloc.get_traced_memory()
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return made, kept, most
+
+
+def test_a_catalog_takes_what_it_is_said_to_take(many):
+    for source in (SAMPLE, many):
+        catalog, kept, _ = traced(lambda source=source: api.open(source))
+
+        # What is no tensor is as large as the files of the user make it.
+        assert kept <= catalog_nbytes(catalog) + 60_000
+        assert catalog_nbytes(catalog) <= MOST * kept
+
+
+@pytest.mark.parametrize("wanted", WAYS, ids=lambda wanted: wanted.to)
+def test_the_description_of_an_output_takes_what_it_is_said_to_take(many, wanted):
+    for source in (SAMPLE, many):
+        catalog = api.open(source)
+        export, kept, _ = traced(lambda catalog=catalog: lay_out_export(catalog, wanted))
+
+        assert kept <= output_nbytes(export.output)
+        assert output_nbytes(export.output) <= MOST * kept
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Names of functions of `writing` to the most that a call of them took, beside what it had."""
+    found = {}
+
+    def measure(name):
+        function = getattr(writing, name)
+
+        def measuring(*arguments, **options):
+            gc.collect()
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            result = function(*arguments, **options)
+            found[name] = tracemalloc.get_traced_memory()[1] - before
+            return result
+
+        monkeypatch.setattr(writing, name, measuring)
+
+    for name in ("_add_manifest", "read_back"):
+        measure(name)
+    return found
+
+
+def planned(source, wanted):
+    """What is to be written, and the numbers of its regions and blocks."""
+    with FilePool() as pool:
+        task = prepare(source, wanted, pool, workers=1).task
+    regions = [r for tensor in task.output.tensors for r in tensor.regions if r is not None]
+    return task, {"region_count": len(regions), "block_count": len(regions)}
+
+
+@pytest.mark.parametrize("wanted", WAYS, ids=lambda wanted: wanted.to)
+def test_a_manifest_takes_what_it_is_said_to_take(many, tmp_path, measured, wanted):
+    options = {"to": wanted.to, "states": wanted.states, "workers": 1, "durable": False}
+    options |= {"tp": wanted.tp, "dp": wanted.dp, "zero": wanted.zero, "force": True}
+    for source in (SAMPLE, many):
+        traced(lambda source=source: api.convert(source, tmp_path / "out", **options))
+        task, sizes = planned(source, wanted)
+
+        bound = finishing_nbytes(task.output, **sizes)
+
+        assert measured["_add_manifest"] <= bound <= MOST * measured["_add_manifest"]
+
+
+class Stops(NullObserver):
+    """Asks to stop when so many steps are done."""
+
+    def __init__(self, steps):
+        self.stop, self.left = threading.Event(), steps
+
+    def on_step(self, _event, /):
+        self.left -= 1
+        if not self.left:
+            self.stop.set()
+
+
+def test_records_of_an_earlier_run_take_what_they_are_said_to_take(tmp_path, measured):
+    out = tmp_path / "out"
+
+    def resumed():
+        observer = Stops(500)
+        with pytest.raises(StoppedError):
+            api.convert(SAMPLE, out, observer=observer, stop=observer.stop, **MANY)
+        report = api.convert(SAMPLE, out, resume=True, **MANY)
+        shutil.rmtree(out)
+        return report
+
+    report, _, _ = traced(resumed)
+
+    assert report.resumed_nbytes > 1000
+    task, sizes = planned(SAMPLE, WAYS[2])
+    kept, read_back = resuming_nbytes(**sizes)
+    assert task.passing_nbytes >= finishing_nbytes(task.output, **sizes)
+    assert measured["read_back"] <= kept + read_back + 2 * task.digest_nbytes
+
+
+@pytest.mark.parametrize("resume", [False, True], ids=["anew", "resumed"])
+@pytest.mark.parametrize("wanted", WAYS, ids=lambda wanted: wanted.to)
+def test_the_budget_that_a_refusal_names_is_enough(many, tmp_path, wanted, resume):
+    for source in (SAMPLE, many):
+
+        def projected(budget, source=source):
+            return api.dry_run(
+                *(source, tmp_path / "out", wanted), budget_nbytes=budget, resume=resume, workers=12
+            )
+
+        with pytest.raises(BudgetError) as refused:
+            projected(1)
+        needed = refused.value.needed_nbytes
+
+        assert projected(needed).projected_nbytes <= needed
+        with pytest.raises(BudgetError) as again:
+            projected(needed - 20_000)
+        assert again.value.needed_nbytes <= needed
+
+
+def test_who_may_meet_records_has_room_for_them(many, tmp_path):
+    anew, resumed = (
+        api.dry_run(many, tmp_path / "out", WAYS[2], resume=resume, workers=1).projected_nbytes
+        for resume in (False, True)
+    )
+    _, sizes = planned(many, WAYS[2])
+
+    assert resumed - anew == resuming_nbytes(**sizes)[0]
+
+
+def test_larger_digests_are_not_taken_where_there_is_no_room_for_them(monkeypatch, tmp_path):
+    """Of many blocks it is the records that take most, and what looks at them besides."""
+    monkeypatch.setattr(blocks, "BLOCK_NBYTES", 16)
+
+    def projected(budget):
+        return api.dry_run(
+            SAMPLE, tmp_path / "out", WAYS[0], budget_nbytes=budget, resume=True, workers=1
+        )
+
+    with pytest.raises(BudgetError) as refused:
+        projected(1)
+    needed = refused.value.needed_nbytes
+
+    assert projected(needed).projected_nbytes <= needed
