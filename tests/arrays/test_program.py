@@ -158,6 +158,36 @@ def test_memory_that_a_program_must_not_touch_is_refused():
     assert program.run() == []
 
 
+def test_nothing_is_done_after_bytes_that_differ(kernels, use, files):
+    _, written = files
+    content, same = bytearray(b"some bytes, and some more"), b"some bytes, and some more"
+    for kernel in kernels:
+        for place in (None, 0, 24):
+            os.ftruncate(written, 0)
+            other = bytearray(same)
+            if place is not None:
+                other[place] ^= 0x80
+            program = Program()
+            program.write(written, 0, memoryview(content)[:4], 0)
+            program.require_same(memoryview(content), memoryview(other))
+            program.write(written, 4, memoryview(content)[4:], 0)
+
+            with use(kernel):
+                digests = program.run()
+
+            assert (digests is None) == (place is not None)
+            assert os.pread(written, 99, 0) == (same if place is None else same[:4])
+
+
+def test_what_is_compared_is_as_many_bytes_next_to_one_another():
+    program, some = Program(), memoryview(bytearray(8))
+    with pytest.raises(LayoutError, match="8 bytes are never the same as 7"):
+        program.require_same(some, some[1:])
+    with pytest.raises(LayoutError, match="not contiguous"):
+        program.require_same(some[:4], some[::2])
+    assert program.run() == []
+
+
 def test_copies_whose_order_matters_are_not_for_programs():
     array = np.zeros(100, np.uint8)
     program = Program()

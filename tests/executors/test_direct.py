@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride.arrays import _kernel
 from restride.arrays.program import Program
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.output import Output, OutputFile
-from restride.errors import CorruptError
+from restride.errors import CorruptError, ReplicaError
 from restride.executors import blocks, direct, journaled
 from restride.executors.blocks import BlockTable
 from restride.executors.direct import Direct, direct_between
@@ -29,7 +30,7 @@ from restride.executors.events import NullObserver
 from restride.executors.journaled import JournaledWriter
 from restride.executors.sources import CatalogReader
 from restride.executors.streaming import StreamingExecutor
-from restride.layouts import split
+from restride.layouts import replicated, split
 from restride.planning import plan as planning
 from restride.planning.conversion import plan_conversion, whole_layout
 from restride.storage.output_files import OutputFiles
@@ -169,6 +170,55 @@ def test_steps_that_cast_take_the_long_way(tmp_path, carried_out):
 
     assert contents == [np.arange(4096, dtype=np.float64).tobytes()]
     assert set(carried_out) == {False}
+
+
+def copies(tmp_path, *, ranks=3, numel=4096, drifted=None, replicas="check"):
+    """A vector that all ranks hold, one of them perhaps with another element."""
+    full = np.arange(numel, dtype=np.uint32)
+    stored = store(replicated((numel,), mesh={"tp": ranks}), DTYPES["uint32"], full)
+    source = write_sources(tmp_path / "source", stored)
+    if drifted is not None:
+        with (tmp_path / "source" / stored.files[-1].name).open("r+b") as file:
+            file.seek(stored.files[-1].nbytes - 4 * (numel - drifted))
+            file.write(b"\xa5")
+    job, sizes = job_between(stored, whole_layout((numel,)), DTYPES["uint32"])
+    jobs = [replace(job, replicas=replicas)]
+    plan = plan_conversion(stored.files, jobs, budget_nbytes=BUDGET, workers=1)
+    return source, plan, sizes, full
+
+
+@pytest.mark.parametrize("most", [2, 512])
+def test_copies_that_agree_are_read_and_compared_on_the_short_way(
+    tmp_path, carried_out, monkeypatch, most
+):
+    monkeypatch.setattr(direct, "_MOST_MOVES", most)
+    catalog, plan, sizes, full = copies(tmp_path)
+
+    contents, _, read_nbytes, left = run(tmp_path, catalog, plan, sizes)
+
+    assert (contents, left) == ([full.tobytes()], 0)
+    assert set(carried_out) == {True}
+    assert read_nbytes == 3 * full.nbytes
+
+
+@pytest.mark.parametrize("drifted", [0, 2047, 4095])
+def test_copies_that_differ_are_told_of_on_the_long_way(tmp_path, carried_out, drifted):
+    catalog, plan, sizes, _ = copies(tmp_path, drifted=drifted)
+
+    with pytest.raises(ReplicaError, match=f"ranks 0 and 2 hold .* element {drifted} ") as caught:
+        run(tmp_path, catalog, plan, sizes)
+
+    assert caught.value.different_numel == 1
+    assert carried_out[-1] is False
+
+
+def test_copies_that_may_differ_are_written_as_the_first_one_has_them(tmp_path, carried_out):
+    catalog, plan, sizes, full = copies(tmp_path, drifted=5, replicas="first")
+
+    contents, *_ = run(tmp_path, catalog, plan, sizes)
+
+    assert contents == [full.tobytes()]
+    assert False in carried_out
 
 
 def test_files_in_memory_take_the_long_way():

@@ -25,7 +25,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* What the functions below expect and return. `_kernel.py` takes no library with another number. */
-EXPORT int32_t restride_abi(void) { return 6; }
+EXPORT int32_t restride_abi(void) { return 7; }
 
 /* ---- Digests ---------------------------------------------------------------------------------- */
 

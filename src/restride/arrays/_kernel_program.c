@@ -25,6 +25,7 @@ void restride_digest(int32_t level, const uint8_t *bytes, int64_t nbytes, int64_
                      uint64_t *total);
 int32_t restride_copy(uint8_t *target, const uint8_t *source, int32_t count, const int64_t *axes,
                       int64_t nbytes);
+int32_t restride_same(const uint8_t *a, const uint8_t *b, int64_t nbytes);
 
 enum {
     READ = 1, /* descriptor, at, address, nbytes */
@@ -32,6 +33,7 @@ enum {
     WRITE,    /* descriptor, at, address, nbytes, start, blocks, [blocks][16] weights */
     MOVE,     /* descriptor, at, descriptor, at, nbytes, buffer, nbytes of it, start, blocks,
                  [blocks][16] weights */
+    SAME,     /* address, address, nbytes */
 };
 
 enum {
@@ -115,8 +117,9 @@ static int move(const digester_t *with, const int64_t *of, uint64_t total[2]) {
  * words, rows      as for `restride_digest`
  * totals           receives two halves for each WRITE and MOVE, in their order
  *
- * Returns 0; 1 where the system did not do what it was asked, 2 where there are too many loops. What
- * was written then is a part of what was asked, and `totals` is of no use.
+ * Returns 0; 1 where the system did not do what it was asked, 2 where there are too many loops, 3 where
+ * bytes differ that were to be the same. What was written then is a part of what was asked, and
+ * `totals` is of no use.
  */
 EXPORT int32_t restride_run(int32_t level, const int64_t *program, int64_t count,
                             const double *words, const double *rows, uint64_t *totals) {
@@ -138,6 +141,9 @@ EXPORT int32_t restride_run(int32_t level, const int64_t *program, int64_t count
             if (write_all(at[0], at[1], (const uint8_t *)at[2], at[3])) return 1;
             at += 6 + BLOCK_NUMBERS * at[5];
             totals += 2;
+        } else if (kind == SAME) {
+            if (!restride_same((const uint8_t *)at[0], (const uint8_t *)at[1], at[2])) return 3;
+            at += 3;
         } else {
             totals[0] = totals[1] = 0;
             if (move(&with, at, totals)) return 1;

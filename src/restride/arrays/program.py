@@ -29,6 +29,7 @@ _READ: Final = 1
 _COPY: Final = 2
 _WRITE: Final = 3
 _MOVE: Final = 4
+_SAME: Final = 5
 
 CHUNK_NBYTES: Final = 128 << 10
 """What is moved at one time: it stays in the core's cache until it is digested and written."""
@@ -132,12 +133,23 @@ class Program:
         self._parts += [pack("10q", _MOVE, *numbers), weights]
         self._digests += 1
 
+    def require_same(self, a: memoryview, b: memoryview) -> None:
+        """Go on only where two runs of as many bytes are the same; else nothing more is done.
+
+        Raises:
+            LayoutError: They are not contiguous, or not as many.
+        """
+        if a.nbytes != b.nbytes:
+            raise LayoutError(f"{a.nbytes} bytes are never the same as {b.nbytes}")
+        self._parts.append(pack("4q", _SAME, _address(a), _address(b), a.nbytes))
+
     def run(self) -> list[int] | None:
         """Do all of it, and forget it.
 
         Returns:
-            The digest of what each `write` and `move` wrote; None if there is no kernel, or the
-            system did not do all of it: some of the bytes may be written then.
+            The digest of what each `write` and `move` wrote; None if there is no kernel, the system
+            did not do all of it, or bytes are not the same that are required to be: some of the
+            bytes may be written then.
         """
         parts, digests = self._parts, self._digests
         self._parts, self._digests = [], 0

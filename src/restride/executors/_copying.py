@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from restride.planning.plan import Copy, Plan, Step, StepFill
     from restride.planning.sharing import Span
 
-__all__ = ["Moves", "Reader", "StepBuffers", "Writer", "carry_out", "fill_step", "read_copies"]
+__all__ = [
+    "Moves",
+    "Reader",
+    "StepBuffers",
+    "Writer",
+    "carry_out",
+    "fill_step",
+    "read_copies",
+    "replicas_beside",
+]
 
 
 class Reader(Protocol):
@@ -184,14 +193,22 @@ def _agree(
 ) -> bool:
     """Whether all replicas of all fills are alike, without a pass over the step for each fill."""
     replica = buffers.replica[: main.nbytes]
-    for number in range(1, max((len(fill.copies) for fill in fills), default=1)):
+    for copies in replicas_beside(fills):
         replica[:] = main
-        for fill in fills:
-            if number < len(fill.copies):
-                _read(fill.copies[number][1], replica, reader, buffers)
+        for some in copies:
+            _read(some, replica, reader, buffers)
         if not same_bytes(main, replica):
             return False
     return True
+
+
+def replicas_beside(fills: Sequence[StepFill]) -> Iterator[list[tuple[Copy, ...]]]:
+    """Yield what to read of the second replica of all fills that have one, of the third, and on.
+
+    Read over a copy of the first ones it has to leave that as it was.
+    """
+    for number in range(1, max((len(fill.copies) for fill in fills), default=1)):
+        yield [fill.copies[number][1] for fill in fills if number < len(fill.copies)]
 
 
 def _settle(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from restride.arrays import _kernel
 from restride.arrays.program import Program
-from restride.executors._copying import read_copies
+from restride.executors._copying import read_copies, replicas_beside
 from restride.executors.journaled import JournaledWriter
 from restride.executors.sources import CatalogReader
 from restride.planning.sharing import shared_span
@@ -59,8 +59,9 @@ class Direct:
         """Read and write some steps.
 
         Returns:
-            Whether it was done. If not they compare, scale or cast, or something went wrong: then
-            nothing is counted, and who carries them out one by one finds out what it is.
+            Whether it was done. If not they scale or cast, replicas differ, or something went
+            wrong: then nothing is counted, and who carries them out one by one finds out what it
+            is.
         """
         if not all(map(_only_moves, bundle)):
             return False
@@ -83,7 +84,7 @@ def _only_moves(step: Step) -> bool:
         or (
             step.is_filled
             and region.source_dtype == region.target_dtype
-            and all(len(fill.copies) == 1 and fill.scale == 1 for fill in step.fills)
+            and all(fill.scale == 1 for fill in step.fills)
         )
     )
 
@@ -122,10 +123,7 @@ class _Run:
             if step.region.streamed_numel:
                 self._stream(step)
             else:
-                content = buffers.main[: step.numel * step.region.source_dtype.itemsize_nbytes]
-                for fill in step.fills:
-                    read_copies(fill.copies[0][1], content, self, buffers)
-                self._write(step, content)
+                self._fill(step)
         self._run()
         digests = iter(self._digests)
         for file, parts in self._noted:
@@ -173,6 +171,21 @@ class _Run:
                     self._program.move(*places, part.nbytes, self._buffers.main, part.start)
                 self._noted.append((file, parts))
                 self.read_nbytes += copy.run_nbytes
+
+    def _fill(self, step: Step) -> None:
+        """Read a step, and all of its replicas beside it: what differs is for others to look at."""
+        buffers = self._buffers
+        main = buffers.main[: step.numel * step.region.source_dtype.itemsize_nbytes]
+        for fill in step.fills:
+            read_copies(fill.copies[0][1], main, self, buffers)
+        for copies in replicas_beside(step.fills):
+            replica = buffers.replica[: main.nbytes]
+            self.copy(main, replica, (), main.nbytes)
+            for some in copies:
+                read_copies(some, replica, self, buffers)
+            self._count_move()
+            self._program.require_same(main, replica)
+        self._write(step, main)
 
     def _write(self, step: Step, content: memoryview) -> None:
         file, start = step.region.target_file, step.target_start_nbytes
