@@ -79,3 +79,22 @@ def test_a_damaged_file_is_refused_or_harmless(tmp_path_factory, data, stage):
         assert sorted(path.name for path in root.iterdir()) == ["made"]
     else:
         assert api.open(root / "other").format.startswith("deepspeed universal")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_file_that_two_ranks_wrote_at_one_time_is_told_of_and_read(tmp_path, stage):
+    """Whoever copies files of a checkpoint beside a universal folder copies such ones, too."""
+    shutil.copytree(folder(stage) / "out", tmp_path / "out")
+    before = api.open(tmp_path / "out")
+    path = next((tmp_path / "out").rglob("*model_states.pt"))
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\1\2") + 16] ^= 1
+    path.write_bytes(content)
+
+    catalog = api.open(tmp_path / "out")
+
+    (found,) = (finding for finding in catalog.findings if finding not in before.findings)
+    assert (found.severity, found.kind, found.where) == ("warning", "written-twice", path.name)
+    assert catalog.tensors == before.tensors
+    report = api.convert(tmp_path / "out", tmp_path / "again", to="universal")
+    assert [finding for finding in report.findings if finding.kind == "written-twice"] == [found]

@@ -7,6 +7,7 @@ themselves.
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.checkpoint.catalog import Finding
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._run import Run
+    from restride.storage.torch_zip import TorchFiles
 
-__all__ = ["Expert", "ExpertFiles", "open_experts", "require_place"]
+__all__ = ["Expert", "ExpertFiles", "files_written_twice", "open_experts", "require_place"]
 
 Expert: TypeAlias = ExpertParameter | NativeExpert
 
@@ -166,6 +168,17 @@ class ExpertFiles:
             Finding("error", "missing-file", message, f"tensor {expert.name!r}")
         )
         return None
+
+
+def files_written_twice(opened: TorchFiles) -> Iterator[Finding]:
+    """Tell of files that two ranks wrote at one time."""
+    for path in opened.written_twice():
+        message = (
+            "two ranks wrote the file at one time, as DeepSpeed lets ranks do that hold the same "
+            "experts (0.19.8, experts folded into tensor parallelism); every part of it below "
+            "16 MiB is as one of them wrote it, and where they held the same, nothing is lost"
+        )
+        yield Finding("warning", "written-twice", message, Path(path).name)
 
 
 def _opened(run: Run) -> dict[tuple[int, int], dict[int, Field]]:

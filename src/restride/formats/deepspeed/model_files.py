@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from restride.checkpoint.catalog import FileEntry, Finding
 from restride.errors import CorruptError, UnsupportedError
-from restride.formats.deepspeed._expert_files import open_experts
+from restride.formats.deepspeed._expert_files import files_written_twice, open_experts
 from restride.formats.deepspeed._expert_ranks import ExpertRanks
 from restride.formats.deepspeed._files import list_files
 from restride.formats.deepspeed._partitions import Partitions
@@ -130,6 +130,7 @@ def read_model_files(folder: Path, below: str, opened: TorchFiles) -> ModelFiles
     trained = tuple(tuple(map(tuple, model.param_shapes or ())) for model in run.models)
     values = read_values((run,), ((),), expert_files.extras)
     findings += [finding for finding in run.findings if finding.kind not in _EXPECTED]
+    findings += files_written_twice(opened)
     return ModelFiles(
         run,
         tuple(replace(entry, name=below + entry.name) for entry in run.files.entries),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from restride.checkpoint.catalog import Catalog, Finding
+from restride.checkpoint.catalog import Catalog
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._chunks import read_chunks
 from restride.formats.deepspeed._consistency import find_contradictions
-from restride.formats.deepspeed._expert_files import open_experts
+from restride.formats.deepspeed._expert_files import files_written_twice, open_experts
 from restride.formats.deepspeed._partitions import read_partitions
 from restride.formats.deepspeed._run import open_stages
 from restride.formats.deepspeed._stages import joined_mesh, joined_tensors
@@ -89,7 +89,7 @@ def read_catalog(
         run.findings.extend(told.findings())
     optimizers = expert_optimizers(run, ranks)
     run.findings.extend(found for stage in runs for found in find_contradictions(stage, optimizers))
-    run.findings.extend(map(_written_twice, opened.written_twice()))
+    run.findings.extend(files_written_twice(opened))
     return Catalog(
         format=f"deepspeed zero-{_stage(run)}",
         root=str(run.root),
@@ -101,15 +101,6 @@ def read_catalog(
         is_cut_told=told is not None and bool(told.layouts),
         tied=tied if run.names is not None and run.names.tied_to is not None else None,
     )
-
-
-def _written_twice(path: str) -> Finding:
-    message = (
-        "two ranks wrote the file at one time, as DeepSpeed lets ranks do that hold the same "
-        "experts (0.19.8, experts folded into tensor parallelism); every part of it below 16 MiB "
-        "is as one of them wrote it, and where they held the same, nothing is lost"
-    )
-    return Finding("warning", "written-twice", message, Path(path).name)
 
 
 def _names(runs: Sequence[Run]) -> Collection[str]:
