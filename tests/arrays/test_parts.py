@@ -88,9 +88,11 @@ def test_of_two_parts_that_write_an_element_the_later_one_stays(each_way):
 def test_a_part_outside_of_an_array_is_refused(calls, outside):
     sources = {rank: np.arange(6.0) for rank in range(2)}
     around = np.zeros(18)
+    inside = part([2], (0, 1), (0, 1), rank=outside.rank)
 
-    with pytest.raises(LayoutError, match=r"leaves the memory|no element"):
-        copy_parts(NUMPY, sources, around[6:12], Parts([outside]))
+    for parts in ([outside], [outside, inside], [inside, outside]):
+        with pytest.raises(LayoutError, match=r"leaves the memory|no element"):
+            copy_parts(NUMPY, sources, around[6:12], Parts(parts))
 
     assert not calls
     assert not around[:6].any()
@@ -255,27 +257,32 @@ class TestTensors:
         assert not calls
         assert target.tolist() == list(range(6))
 
-    @pytest.mark.parametrize(("threads", "at_once"), [(1, 1), (2, 0)])
-    def test_long_runs_are_left_to_torch_where_it_has_threads_for_them(
-        self, torch, tensors, calls, monkeypatch, threads, at_once
+    @pytest.mark.parametrize(
+        ("threads", "rows", "run", "more", "at_once"),
+        [
+            (2, 1024, 512, [], 0),
+            (2, 1, 1 << 19, [], 0),
+            (1, 1024, 512, [], 1),
+            (2, 1023, 512, [], 1),  # less than a mebibyte
+            (2, 2048, 511, [], 1),  # in runs of less than a kibibyte
+            (2, 1024, 512, [part([2], (0, 1), (0, 1))], 1),  # a small part beside it
+        ],
+    )
+    def test_large_copies_are_left_to_torch_where_it_has_threads_for_them(
+        self, torch, tensors, calls, monkeypatch, threads, rows, run, more, at_once
     ):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         singles = []
-        monkeypatch.setattr(
-            "restride.arrays._torch.copy_at", lambda *given: singles.append(given) or False
-        )
-        numel = 1 << 17
-        source, target = torch.arange(numel, dtype=torch.int16), torch.zeros(numel).short()
-        long, short = part([numel], (0, 1), (0, 1)), part([numel - 1], (0, 1), (0, 1))
+        monkeypatch.setattr("restride.arrays._torch.copy_at", lambda *given: singles.append(given))
+        source = torch.arange(rows * run * 2, dtype=torch.int32).short()
+        target = torch.zeros(rows * run).short()
+        large = part([rows, run], (0, 2 * run, 1), (0, run, 1))
 
-        copy_parts(tensors, {0: source}, target, Parts([long]))
+        copy_parts(tensors, {0: source}, target, Parts([*more, large]))
 
-        assert torch.equal(source, target)
+        assert torch.equal(target.view(rows, run), source.view(rows, 2 * run)[:, :run])
         assert len(calls) == at_once
         assert not singles
-        # Shorter than 256 KiB they are not.
-        copy_parts(tensors, {0: source}, target, Parts([short]))
-        assert len(calls) == at_once + 1
 
 
 def test_without_a_kernel_nothing_is_asked_of_it(calls, use):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from restride.arrays import _kernel
 from restride.arrays._blocks import Block, Side, injective_parts, views
-from restride.arrays._words import is_long_run
+from restride.arrays._words import is_for_threads
 from restride.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class _Packed(Frozen):
         written_stop: Behind the last byte that is written.
         copies: The numbers of all copies.
         count: How many there are.
-        has_long_runs: Whether one of them has runs that another thread could help with.
+        is_for_threads: Whether several threads would do each of them sooner.
     """
 
     ranks: tuple[int, ...]
@@ -77,7 +77,7 @@ class _Packed(Frozen):
     written_stop: int
     copies: bytes
     count: int
-    has_long_runs: bool
+    is_for_threads: bool
 
 
 def copy_parts(
@@ -114,7 +114,7 @@ def _copy_at_once(
     """Have the kernel copy all parts, if it can."""
     kernel = _kernel.KERNEL
     packed = parts.packed(target.itemsize)
-    if kernel is None or packed is None or (packed.has_long_runs and framework.is_parallel):
+    if kernel is None or packed is None or (packed.is_for_threads and framework.is_parallel):
         return False
     read = [sources[rank] for rank in packed.ranks]
     # The only guard between these numbers and foreign memory: it trusts no check of the layout.
@@ -138,7 +138,7 @@ def _pack(parts: Sequence[Part], itemsize: int) -> _Packed | None:
     ranks: dict[int, int] = {}
     read_stops: dict[int, int] = {}
     written_stop = 0
-    has_long_runs = False
+    are_for_threads = True
     for part in parts:
         block = next(injective_parts(part.block))
         if part.scale != 1 or len(block.extents) < len(part.block.extents):
@@ -153,14 +153,15 @@ def _pack(parts: Sequence[Part], itemsize: int) -> _Packed | None:
         loops = zip(block.extents, read.strides, written.strides, strict=True)
         numbers += source, written.base, read.base, itemsize, len(block.extents)
         numbers += chain.from_iterable(loops)
-        has_long_runs |= is_long_run(itemsize, block.extents, (read.strides, written.strides))
+        sides = (read.strides, written.strides)
+        are_for_threads &= is_for_threads(itemsize, block.extents, sides)
     return _Packed(
         tuple(ranks),
         tuple(read_stops.values()),
         written_stop,
         pack(f"{len(numbers)}q", *numbers),
         len(parts),
-        has_long_runs,
+        are_for_threads,
     )
 
 

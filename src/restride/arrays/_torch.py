@@ -6,7 +6,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from restride.arrays._numpy import coordinates_of, require_inside
-from restride.arrays._words import WORDS, is_long_run, word_nbytes
+from restride.arrays._words import WORDS, is_for_threads, word_nbytes
 from restride.arrays.strided import copy_at
 from restride.errors import UnsupportedError
 from restride.frozen import Frozen
@@ -126,7 +126,7 @@ class TorchFramework(Frozen):
             self._is_plain(target)
             and self._is_plain(source)
             and target.dtype == source.dtype
-            and not (self.is_parallel and is_long_run(itemsize, target.shape, strides))
+            and not (self.is_parallel and is_for_threads(itemsize, target.shape, strides))
         ):
             loops = tuple(zip(target.shape, strides[1], strides[0], strict=True))
             if copy_at(source.data_ptr(), target.data_ptr(), loops, itemsize):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["WORDS", "is_long_run", "word_nbytes"]
+__all__ = ["WORDS", "is_for_threads", "word_nbytes"]
 
 WORDS: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 """A dtype of each width that both frameworks have and copy as bits."""
@@ -22,7 +22,8 @@ _WIDEST_NBYTES: Final = 16
 _WIDEST_ALIGNMENT_NBYTES: Final = 8
 # Above this, a run is a memcpy, whatever the words.
 _LONGEST_RUN_NBYTES: Final = 128
-_LONG_RUN_NBYTES: Final = 256 << 10
+_LONG_RUN_NBYTES: Final = 1 << 10
+_LARGE_NBYTES: Final = 1 << 20
 
 
 def word_nbytes(
@@ -57,10 +58,12 @@ def word_nbytes(
     return width if aligned == _WIDEST_ALIGNMENT_NBYTES else gcd(width, aligned)
 
 
-def is_long_run(
+def is_for_threads(
     itemsize: int, extents: Sequence[int], strides: tuple[Sequence[int], Sequence[int]]
 ) -> bool:
-    """Whether the innermost loop of both views is one run, which any memcpy copies as fast.
+    """Whether a copy is so large, and in runs so long, that several threads of PyTorch pay.
+
+    The kernel takes one.
 
     Args:
         itemsize: Bytes of an element.
@@ -70,5 +73,6 @@ def is_long_run(
     return (
         bool(extents)
         and extents[-1] * itemsize >= _LONG_RUN_NBYTES
+        and prod(extents) * itemsize >= _LARGE_NBYTES
         and all(side[-1] == itemsize for side in strides)
     )
