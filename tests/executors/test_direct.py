@@ -17,6 +17,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from restride.algebra.layout import Layout
+from restride.algebra.piece import Axis, Piece
 from restride.arrays import _kernel
 from restride.arrays.program import Program
 from restride.checkpoint.dtypes import DTYPES
@@ -210,6 +212,46 @@ def test_copies_that_differ_are_told_of_on_the_long_way(tmp_path, carried_out, d
 
     assert caught.value.different_numel == 1
     assert carried_out[-1] is False
+
+
+def striped(tmp_path, drifted):
+    """Six stripes in one step: one rank holds all, the other one every second, in another order."""
+    both = [
+        Piece((Axis(2, 0, 1, 0), Axis(64, 1, 0, 1)), full_base=start, shard_base=place)
+        for start, place in ((64, 128), (192, 0), (320, 64))
+    ]
+    own = [
+        Piece((Axis(64, 1, 0, 1),), full_base=start, shard_base=place)
+        for start, place in ((0, 256), (128, 192), (256, 320))
+    ]
+    layout = Layout.of({"tp": 2}, (384,), [(384,), (192,)], [*both, *own])
+    full = np.arange(384, dtype=np.uint32)
+    stored = store(layout, DTYPES["uint32"], full)
+    source = write_sources(tmp_path / "source", stored)
+    if drifted is not None:
+        with (tmp_path / "source" / "rank1").open("r+b") as file:
+            file.seek(stored.files[1].nbytes - 4 * (192 - drifted))
+            file.write(b"\xa5")
+    job, sizes = job_between(stored, whole_layout((384,)), DTYPES["uint32"])
+    plan = plan_conversion(stored.files, [job], budget_nbytes=BUDGET, workers=1)
+    return source, plan, sizes, full
+
+
+def test_a_step_of_which_only_parts_have_copies_takes_the_short_way(tmp_path, carried_out):
+    catalog, plan, sizes, full = striped(tmp_path, None)
+
+    contents, *_ = run(tmp_path, catalog, plan, sizes)
+
+    assert contents == [full.tobytes()]
+    assert carried_out == [True]
+
+
+@pytest.mark.parametrize(("drifted", "element"), [(0, 192), (63, 255), (64, 320), (191, 127)])
+def test_every_part_of_a_step_that_has_copies_is_compared(tmp_path, drifted, element):
+    catalog, plan, sizes, _ = striped(tmp_path, drifted)
+
+    with pytest.raises(ReplicaError, match=f" element {element} "):
+        run(tmp_path, catalog, plan, sizes)
 
 
 def test_copies_that_may_differ_are_written_as_the_first_one_has_them(tmp_path, carried_out):
