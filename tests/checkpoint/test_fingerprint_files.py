@@ -8,6 +8,7 @@ import pytest
 
 from restride.checkpoint.fingerprints import fingerprints_from_json, fingerprints_to_json
 from restride.errors import FormatError, UnsupportedError
+from restride.storage.fingerprint_files import read_fingerprints
 
 DIGITS = "0123456789abcdef" * 2
 
@@ -69,3 +70,11 @@ def test_what_is_no_file_of_fingerprints_is_refused_with_the_place(content, mess
 def test_a_later_version_is_refused_as_such():
     with pytest.raises(UnsupportedError, match="this version reads 'restride-fingerprint/1'"):
         fingerprints_from_json('{"format": "restride-fingerprint/2", "x": 1}', where="f.json")
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"format": "restride/1"}'])
+def test_who_names_another_file_is_told_what_has_fingerprints(tmp_path, content):
+    (tmp_path / "f.json").write_text(content)
+
+    with pytest.raises(FormatError, match="; name a file that `restride fingerprint -o` wrote, or"):
+        read_fingerprints(tmp_path / "f.json")

@@ -172,8 +172,8 @@ def test_a_number_of_heads_that_does_not_fit_rules_a_family_out():
 def test_whole_tensors_need_a_model_or_rules():
     refused(
         "CHECKPOINT: the tensors are whole, and nothing in the checkpoint says how 4 ranks cut its "
-        "9 parameters|give the config.json of the model (known are llama, mistral|; the names"
-        " are those of llama, mistral, qwen2 or 3 more)"
+        "9 parameters|; give the config.json of the model (the names are those of llama, mistral, "
+        "qwen2 or 3 more), or write a rule"
         '|[[rules]] match = "model.layers.*.self_attn.q_proj.weight" layout = "column"',
         llama(1),
         tp=4,

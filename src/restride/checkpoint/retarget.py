@@ -265,7 +265,7 @@ class _Retargeting:
 
     def _nothing_said(self, undecided: Sequence[Source]) -> RuleError:
         names = [source.name for source in undecided]
-        near = _near(names)
+        near = _near(names) or f"known are {', '.join(known_models())}"
         example = next((s.name for s in undecided if _is_layer(s)), names[0])
         return RuleError(
             "the tensors are whole, and nothing in the checkpoint says how "
@@ -273,8 +273,8 @@ class _Retargeting:
             "as "
             f"{example!r}",
             where=self._catalog.root,
-            remedy=f"give the config.json of the model (known are {', '.join(known_models())}"
-            f"{near and f'; {near}'}), or {how_to_write(example, layout='column')}",
+            remedy=f"give the config.json of the model ({near}), or "
+            f"{how_to_write(example, layout='column')}",
         )
 
     def _require_answers(

@@ -41,7 +41,11 @@ def read_fingerprints(file: str | PathLike[str]) -> Fingerprints:
     # By what it says, too: a manifest may have been kept under another name.
     if path.name == MANIFEST_NAME or _OF_MANIFESTS in content[:_HEAD_NBYTES]:
         return manifest_from_json(content, where=str(path)).tensors
-    return fingerprints_from_json(content, where=str(path))
+    try:
+        return fingerprints_from_json(content, where=str(path))
+    except FormatError as error:
+        error.remedy = error.remedy or _WHAT_HAS_FINGERPRINTS
+        raise
 
 
 def _content(file: str | PathLike[str]) -> bytes:
