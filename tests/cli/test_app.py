@@ -303,6 +303,21 @@ def test_a_reader_that_has_seen_enough_is_no_error(lines: int) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is full")
+def test_an_output_that_nobody_has_room_for_is_named() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "restride", "layouts"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+
+    assert done.returncode == 2
+    assert done.stderr == "restride: standard output: no space left on device\n"
+
+
 @pytest.mark.parametrize("lines", [1, 100_000])
 @pytest.mark.parametrize(("severity", "code"), [("error", 1), ("note", 0)])
 def test_a_finding_is_one_also_where_its_reader_has_seen_enough(

@@ -43,6 +43,8 @@ def os_sentence(error: OSError) -> str:
     """Sentence of what the system says, with the file and what would work."""
     reason = (error.strerror or str(error)).lower()
     where = f"{error.filename}: " if error.filename is not None else ""
+    if not where and error.errno == errno.ENOSPC:
+        where = "standard output: "  # errors of files have their names
     remedy = remedy_of(error)
     return f"{where}{reason}; {remedy}" if remedy else f"{where}{reason}"
 
