@@ -22,7 +22,7 @@ from restride.testing.faults import Died, failing_files
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 BLOCK = 16 << 10
-OPTIONS = {"workers": 1, "sync_nbytes": BLOCK, "budget_nbytes": 1 << 20, "max_shard_nbytes": 50_000}
+OPTIONS = {"workers": 1, "sync_nbytes": BLOCK, "budget_nbytes": 1 << 21, "max_shard_nbytes": 50_000}
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ OPTIONS = {
     "states": "all",
     "workers": 1,
     "sync_nbytes": 1,
-    "budget_nbytes": 1 << 20,
+    "budget_nbytes": 1 << 21,
     "resume": True,
 }
 

@@ -70,7 +70,7 @@ def test_four_processes_of_which_one_is_killed_are_started_again_and_write_the_b
 ):
     script = tmp_path / "script.py"
     script.write_text(DYING)
-    options = ("--states", "all", "--workers", "1", "--memory", "1MiB", "--resume")
+    options = ("--states", "all", "--workers", "1", "--memory", "2MiB", "--resume")
     alone = start(script, "convert", SAMPLE, tmp_path / "alone", *options)
 
     ran = torchrun(
