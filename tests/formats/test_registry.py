@@ -82,10 +82,11 @@ def test_what_may_not_be_looked_at_is_not_said_to_be_missing(
     def refuse(path: object) -> object:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(os, "lstat", refuse)
-
-    with pytest.raises(ExecutionError, match=r"a/b: cannot be looked at \(Permission denied\)"):
-        detect_format(tmp_path / "a" / "b")
+    place = tmp_path / "a" / "b"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse)
+        with pytest.raises(ExecutionError, match=r"a/b: cannot be looked at \(Permission denied"):
+            detect_format(place)
 
 
 def test_only_the_reader_that_is_needed_is_imported(tmp_path: Path) -> None:
@@ -125,3 +126,15 @@ def test_a_deepspeed_checkpoint_beside_safetensors_that_is_not_read_is_told_of(
     assert (finding.severity, finding.kind) == ("warning", "ignored-files")
     assert re.search(says, finding.message)
     assert finding.details == {"folders": tags}
+
+
+def test_links_that_lead_in_a_circle_or_nowhere_are_no_files_of_another_format(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "lost").symlink_to("nothing")
+
+    with pytest.raises(ExecutionError, match="circle: cannot be looked at"):
+        detect_format(tmp_path / "circle")
+    with pytest.raises(ExecutionError, match="lost: no such file or folder"):
+        detect_format(tmp_path / "lost")

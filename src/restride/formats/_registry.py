@@ -171,7 +171,7 @@ def detect_format(path: str | PathLike[str]) -> Format:
     """
     place = Path(path)
     try:
-        os.lstat(place)
+        os.stat(place)  # noqa: PTH116
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ExecutionError("no such file or folder", where=str(place)) from error
     except OSError as error:  # a folder above it that may not be entered, say
