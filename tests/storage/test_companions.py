@@ -184,12 +184,26 @@ def test_a_beat_is_a_sign_of_life_and_silence_is_measured_by_the_clock_of_who_lo
     os.utime(path, (1, 1))  # the clock of another machine
     assert sign.silent_seconds() == 0
     now = time.monotonic()
-    monkeypatch.setattr(companions.time, "monotonic", lambda: now + 30)
-    assert sign.silent_seconds() > 29
+    for later in range(0, 31, 5):
+        monkeypatch.setattr(companions.time, "monotonic", lambda later=later: now + later)
+        silent = sign.silent_seconds()
+    assert 29 < silent < 31
     with Beat(path, also=lambda: beats.append(1)):
         while not beats:
             pass
     assert sign.silent_seconds() == 0
+
+
+def test_a_process_that_was_stopped_itself_takes_nobody_for_dead(tmp_path, monkeypatch):
+    path = tmp_path / "lock.1"
+    path.touch()
+    sign = Sign(path)
+    assert sign.silent_seconds() == 0
+    now = time.monotonic()
+    monkeypatch.setattr(companions.time, "monotonic", lambda: now + 3600)
+
+    assert 5 < sign.silent_seconds() < 15
+    assert sign.silent_seconds() < 15
 
 
 def test_a_record_takes_the_place_of_another_one_at_once(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -120,3 +122,19 @@ def test_a_link_in_the_place_of_a_journal_is_not_followed(tmp_path):
         Journal(tmp_path / "journal")
 
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_journal_that_is_removed_while_it_is_opened_is_not_kept_open(tmp_path, monkeypatch):
+    path = tmp_path / "journal"
+
+    def removed(self, *_):
+        self.unlink()
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+
+    monkeypatch.setattr(Path, "open", removed)
+
+    with pytest.raises(ExecutionError, match="No such file"):
+        Journal(path)
+
+    opened = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [name for name in opened if name.startswith(str(path))]

@@ -79,6 +79,7 @@ _NAMES: Final = re.compile(
     r"(stop|members|(lock|journal|hello|welcome)\.[1-9]\d{0,8})(\.new)?", re.ASCII
 )
 _SECONDS_BETWEEN_BEATS: Final = 1.0
+_MOST_SECONDS_BETWEEN_LOOKS: Final = 10.0
 
 
 class Team(Frozen):
@@ -315,10 +316,15 @@ class Sign:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last: tuple[int, int] | None = None
-        self._seen = time.monotonic()
+        self._looked = time.monotonic()
+        self._silent_seconds = 0.0
 
     def silent_seconds(self) -> float:
-        """How long the file has been what it is, as far as this process looked."""
+        """How long the file has been what it is, as far as this process looked.
+
+        A long time between two looks was not the file's: this process was stopped, or its whole
+        machine, and may have been the only one to hear nothing.
+        """
         found = None
         with suppress(OSError):
             # Opening it is what makes network file systems ask for its time anew.
@@ -329,6 +335,8 @@ class Sign:
                 os.close(descriptor)
             found = status.st_ino, status.st_mtime_ns
         now = time.monotonic()
+        self._silent_seconds += min(now - self._looked, _MOST_SECONDS_BETWEEN_LOOKS)
+        self._looked = now
         if found != self._last:
-            self._last, self._seen = found, now
-        return now - self._seen
+            self._last, self._silent_seconds = found, 0.0
+        return self._silent_seconds

@@ -57,12 +57,16 @@ class Journal:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         with _translated("cannot be opened", path):
             self._descriptor = os.open(path, flags, 0o666)
-            with path.open("rb") as file:
-                valid_nbytes = sum(nbytes for _, nbytes in _valid(file))
-            # Only where it is needed: ext4 has a file that was cut to nothing wait for the disk
-            # when it is closed.
-            if os.fstat(self._descriptor).st_size != valid_nbytes:
-                os.ftruncate(self._descriptor, valid_nbytes)
+            try:
+                with path.open("rb") as file:
+                    valid_nbytes = sum(nbytes for _, nbytes in _valid(file))
+                # Only where it is needed: ext4 has a file that was cut to nothing wait for the disk
+                # when it is closed.
+                if os.fstat(self._descriptor).st_size != valid_nbytes:
+                    os.ftruncate(self._descriptor, valid_nbytes)
+            except BaseException:
+                self.close()  # such as that somebody has just removed it
+                raise
 
     def append(self, records: Iterable[Record]) -> None:
         """Write records, and make them durable. After an error, nothing more can be appended.
