@@ -185,6 +185,18 @@ def test_sets_deeper_than_any_values_are_refused() -> None:
     assert read_pickle(write_pickle(alone)) == alone
 
 
+def test_a_long_text_is_not_put_in_order_for_ever() -> None:
+    """A stream may refer to one text from millions of sets, or from all members of one."""
+    text = "x" * (1 << 20)
+    few = [{text, number} for number in range(63)]
+    again = [few[0]] * 9  # is in order already
+    assert read_pickle(write_pickle(few + again)) == few + again
+
+    for many in ([*few, {text, 63}], {(text, number) for number in range(64)}):
+        with pytest.raises(UnsupportedError, match=r"sets of more than 64 MiB .* with lists or"):
+            write_pickle(many)
+
+
 def test_nesting_has_no_limit_of_its_own() -> None:
     value: object = 7
     for _ in range(20_000):

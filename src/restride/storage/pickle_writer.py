@@ -41,6 +41,8 @@ _LONGEST_SHORT: Final = 255
 _UINT32: Final = struct.Struct("<L").pack
 _INT32: Final = struct.Struct("<l").pack
 _DEEPEST_SETS: Final = 32
+_MOST_ORDERED_NBYTES: Final = 64 << 20
+_WITHOUT_SETS: Final = "save it with lists or dicts in their place"
 _MOST_SHORT_TUPLE: Final = 3
 _SHORT_TUPLES: Final = (b")", b"\x85", b"\x86", b"\x87")
 _INTS: Final = frozenset({int})
@@ -84,7 +86,8 @@ def write_pickle(value: Value, *, lower: Lowering = _no_tensors) -> bytes:
 
     Raises:
         UnsupportedError: There is a tensor and no `lower`, or a value of a type that no file of
-            values has, or sets are nested deeper than 32 levels.
+            values has; or sets are nested deeper than 32 levels, or what is in them takes more than
+            64 MiB to be put in order: a long text may be in millions of them.
 
     Cost:
         O(values), each shared one once; no recursion. Sets are sorted, those inside others once a
@@ -123,6 +126,21 @@ _BUILD: Final = _Then(b"b")
 _PERSISTENT: Final = _Then(b"Q")
 
 
+class _Orders:
+    """The order of each set, which is found once: one inside n others would be put so 2**n times.
+
+    Attributes:
+        known: What is in a set, in order, by its identity.
+        left_nbytes: What may still be spelled for that.
+    """
+
+    __slots__ = ("known", "left_nbytes")
+
+    def __init__(self) -> None:
+        self.known: dict[int, list[Value]] = {}
+        self.left_nbytes = _MOST_ORDERED_NBYTES
+
+
 class _Writer:
     """One stream being written.
 
@@ -130,13 +148,10 @@ class _Writer:
     of a list.
     """
 
-    def __init__(
-        self, lower: Lowering, *, sets: int = 0, orders: dict[int, list[Value]] | None = None
-    ) -> None:
+    def __init__(self, lower: Lowering, *, sets: int = 0, orders: _Orders | None = None) -> None:
         self._lower = lower
         self._sets = sets  # how many this stands in
-        # Each set is put in order once, or one inside n others would be 2**n times.
-        self._orders = {} if orders is None else orders
+        self._orders = _Orders() if orders is None else orders
         self._out = bytearray()
         self._protocol = 2
         self._stack: list[object] = []
@@ -294,18 +309,27 @@ class _Writer:
     def _in_order(self, members: set[Value] | frozenset[Value]) -> list[Value]:
         if len(members) < 2:  # noqa: PLR2004 - in one order only
             return list(members)
-        known = self._orders.get(id(members))
+        known = self._orders.known.get(id(members))
         if known is None:
             if self._sets == _DEEPEST_SETS:
-                raise UnsupportedError(f"sets nested deeper than {_DEEPEST_SETS} levels")
-
-            def spelled(part: Value) -> bytes:
-                inner = _Writer(_identified, sets=self._sets + 1, orders=self._orders)
-                return inner.write(part)
-
-            known = sorted(members, key=spelled)
-            self._orders[id(members)] = known
+                raise UnsupportedError(
+                    f"sets nested deeper than {_DEEPEST_SETS} levels", remedy=_WITHOUT_SETS
+                )
+            known = sorted(members, key=self._spelled)
+            self._orders.known[id(members)] = known
         return known
+
+    def _spelled(self, member: Value) -> bytes:
+        """A member of a set by itself."""
+        spelled = _Writer(_identified, sets=self._sets + 1, orders=self._orders).write(member)
+        self._orders.left_nbytes -= len(spelled)
+        if self._orders.left_nbytes < 0:
+            raise UnsupportedError(
+                f"sets of more than {_MOST_ORDERED_NBYTES >> 20} MiB that would have to be put in "
+                "order",
+                remedy=_WITHOUT_SETS,
+            )
+        return spelled
 
     def _append(self, values: Sequence[Value]) -> None:
         for start in reversed(range(0, len(values), _BATCH)):
