@@ -150,6 +150,8 @@ def main() -> None:
         module.BLOCK_NBYTES = BLOCK_NBYTES
     rng = random.Random(a.seed)  # noqa: S311 - moments, not secrets
     kills = outputs = resumed = 0
+    if a.folder:
+        a.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
         references, seconds = [], []
         for number, options in enumerate(TARGETS):

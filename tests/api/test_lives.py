@@ -69,6 +69,19 @@ def takes_part(out, number, *, wait_seconds=30, **options):
     return api.convert(SAMPLE, out, process=(number, 2), **options)
 
 
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def wait_for_looks(looks, count):
+    """Return when process 0 has looked at the other one so many times more."""
+    seen = len(looks)
+    wait_for(lambda: len(looks) >= seen + count)
+
+
 def written_alone(tmp_path):
     api.convert(SAMPLE, tmp_path / "alone", **OPTIONS)
     return tree(tmp_path / "alone")
@@ -78,15 +91,17 @@ def tree(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_whoever_works_on_when_the_first_comes_back_is_not_missed(tmp_path, threads):
+def test_whoever_works_on_when_the_first_comes_back_is_not_missed(tmp_path, threads, looks, until):
     out, works = tmp_path / "out", Waits()
     leader = threads.submit(takes_part, out, 0, observer=Dies(works.is_there.is_set))
     member = threads.submit(takes_part, out, 1, observer=works)
     assert isinstance(leader.exception(30), OSError)
 
     back = Hears()
-    leader = threads.submit(takes_part, out, 0, observer=back, wait_seconds=0.5)
-    time.sleep(2)
+    looks.clear()
+    patience = until(lambda: looks and not works.go.is_set())
+    leader = threads.submit(takes_part, out, 0, observer=back, wait_seconds=patience)
+    wait_for_looks(looks, 4)
     assert not leader.done()
     works.go.set()
 
@@ -96,7 +111,9 @@ def test_whoever_works_on_when_the_first_comes_back_is_not_missed(tmp_path, thre
     assert back.notices == []
 
 
-def test_what_a_process_noted_that_died_before_it_looked_is_not_believed(tmp_path, threads):
+def test_what_a_process_noted_that_died_before_it_looked_is_not_believed(
+    tmp_path, threads, looks, until
+):
     out = tmp_path / "out"
     done = threading.Event()
     leader = threads.submit(takes_part, out, 0, observer=Dies(done.wait))
@@ -109,14 +126,14 @@ def test_what_a_process_noted_that_died_before_it_looked_is_not_believed(tmp_pat
     damaged.write_bytes(content)
 
     def dies(*_, **__):
-        time.sleep(0.2)  # process 0 sees its lock
+        wait_for_looks(looks, 2)  # process 0 sees its lock
         raise OSError("died here")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion, "write_part", dies)
         member = threads.submit(takes_part, out, 1)
         with pytest.raises(MissingProcessError, match=r"process 1 of 2 ended before .* are left"):
-            takes_part(out, 0, wait_seconds=0.5)
+            takes_part(out, 0, wait_seconds=until(member.done))
         assert isinstance(member.exception(30), OSError)
     assert not out.exists()
 
@@ -154,11 +171,12 @@ def test_the_source_may_have_other_names_for_other_processes(tmp_path, threads):
 
 
 def test_a_missing_file_of_whoever_watches_a_part_is_that_error_and_no_absence_of_the_first(
-    tmp_path, threads
+    tmp_path, threads, until
 ):
-    out = tmp_path / "out"
-    leader = threads.submit(takes_part, out, 0, wait_seconds=0.5)
+    out, is_dead = tmp_path / "out", threading.Event()
+    leader = threads.submit(takes_part, out, 0, wait_seconds=until(is_dead.is_set))
     with pytest.raises(FileNotFoundError, match="died here"):
         takes_part(out, 1, observer=Dies(lambda: True, FileNotFoundError))
+    is_dead.set()
 
     assert isinstance(leader.exception(30), MissingProcessError)

@@ -178,19 +178,25 @@ def test_a_pool_whose_process_dies_is_an_error_from_which_one_goes_on(tmp_path, 
     assert tree(out) == reference
 
 
-def test_parts_that_an_executor_never_begins_are_missed_when_nobody_else_works(tmp_path, reference):
+def test_parts_that_an_executor_never_begins_are_missed_when_nobody_else_works(
+    tmp_path, reference, until
+):
+    begun = []
+
     class Forgets(ThreadPoolExecutor):
         def submit(self, function, *arguments):
             if arguments and arguments[0].number > 1:
                 return Future()
-            return super().submit(function, *arguments)
+            begun.append(super().submit(function, *arguments))
+            return begun[-1]
 
     out = tmp_path / "out"
+    options = {**OPTIONS, "wait_seconds": until(lambda: all(task.done() for task in begun))}
     with (
         Forgets(1) as executor,
-        pytest.raises(MissingProcessError, match="parts 2 and 3 of 3 did not come within 1 s"),
+        pytest.raises(MissingProcessError, match="parts 2 and 3 of 3 did not come within 30 s"),
     ):
-        api.convert(SAMPLE, out, executor=executor, parts=3, **{**OPTIONS, "wait_seconds": 1})
+        api.convert(SAMPLE, out, executor=executor, parts=3, **options)
 
     assert api.convert(SAMPLE, out, resume=True, **OPTIONS).resumed_nbytes
     assert tree(out) == reference

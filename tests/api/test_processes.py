@@ -25,6 +25,7 @@ from restride.errors import (
 )
 from restride.executors import members
 from restride.executors.events import NullObserver
+from restride.executors.leading import Host
 from restride.storage import joining
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE
@@ -57,7 +58,10 @@ class Dies(NullObserver):
 
 
 class Rests(NullObserver):
-    """Takes its time at each step."""
+    """Takes its time at each step, and does not come to the end."""
+
+    def __init__(self):
+        Host.wait = lambda *_: time.sleep(60)
 
     def on_step(self, event, /):
         if event.done_steps:
@@ -116,6 +120,10 @@ def start_and_kill_the_first(out, count):
     os.kill(children[0], signal.SIGKILL)
     assert [end_of(child) for child in children] == [-signal.SIGKILL, *[0] * (count - 1)]
     assert not out.exists()
+
+
+def has_ended(child):
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def end_of(child):
@@ -210,19 +218,19 @@ def test_a_process_that_is_killed_and_started_again_goes_on(tmp_path, reference,
     assert told.startswith("process 1 of 3 ended before its part was done, ")
 
 
-def killed_and_given_up(out, count=2):
+def killed_and_given_up(out, until, count=2):
     child = start(out, 1, count, dies_after=4)
     with pytest.raises(MissingProcessError) as error:
-        leads(out, count)
+        leads(out, count, wait_seconds=until(lambda: has_ended(child)))
     assert end_of(child) == -signal.SIGKILL
     assert not out.exists()
     return error.value
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_what_is_given_up_is_resumed_by_any_number(tmp_path, reference, count):
+def test_what_is_given_up_is_resumed_by_any_number(tmp_path, reference, until, count):
     out = tmp_path / "out"
-    error = killed_and_given_up(out)
+    error = killed_and_given_up(out, until)
     assert error.missing == (1,)
     assert "process 1 of 2 ended before its part was done" in str(error)
     assert f"kept in {partial_folder(out)}: run it again with --resume" in str(error)
@@ -236,9 +244,9 @@ def test_what_is_given_up_is_resumed_by_any_number(tmp_path, reference, count):
     assert not partial_folder(out).exists()
 
 
-def test_what_is_given_up_is_resumed_by_an_executor(tmp_path, reference):
+def test_what_is_given_up_is_resumed_by_an_executor(tmp_path, reference, until):
     out = tmp_path / "out"
-    killed_and_given_up(out)
+    killed_and_given_up(out, until)
 
     with ThreadPoolExecutor(2) as executor:
         options = {**OPTIONS, "wait_seconds": 30}
@@ -268,9 +276,9 @@ def test_where_there_are_no_locks_a_death_is_told_by_silence(
     assert tree(out) == reference
 
 
-def test_a_leftover_of_several_is_reported_with_what_all_of_them_did(tmp_path):
+def test_a_leftover_of_several_is_reported_with_what_all_of_them_did(tmp_path, until):
     out = tmp_path / "out"
-    error = killed_and_given_up(out)
+    error = killed_and_given_up(out, until)
     done = str(error).split("; ")[-1].split()[0]
 
     with pytest.raises(
@@ -374,12 +382,12 @@ def test_others_that_never_come_are_named_and_nothing_is_left_where_nothing_was_
 
 
 def test_a_process_with_other_options_is_turned_away_with_what_differs(tmp_path, reference):
-    out, observer = tmp_path / "out", Hears()
+    out, observer, options = tmp_path / "out", Hears(), {**OPTIONS, "wait_seconds": 30}
     with in_background(leads, out, 2, observer=observer, wait_seconds=30) as found:
         with pytest.raises(ExistsError) as error:
-            api.convert(SAMPLE, out, process=(1, 2), dtype="float32", **OPTIONS)
+            api.convert(SAMPLE, out, process=(1, 2), dtype="float32", **options)
         with pytest.raises(ExistsError, match="it is one of 2 processes, this one of 3"):
-            api.convert(SAMPLE, out, process=(1, 3), **OPTIONS)
+            api.convert(SAMPLE, out, process=(1, 3), **options)
         assert end_of(start(out, 1, 2)) == 0
 
     assert str(error.value) == (
@@ -419,16 +427,10 @@ def test_all_processes_wait_for_the_disk_or_none_as_the_first_was_told_to(
 
 
 def test_a_number_is_taken_once(tmp_path, reference):
-    out, slow = tmp_path / "out", Slow()
+    out, slow, options = tmp_path / "out", Slow(), {**OPTIONS, "wait_seconds": 30}
     with (
         in_background(leads, out, 2, wait_seconds=30),
-        in_background(
-            api.convert,
-            *(SAMPLE, out),
-            process=(1, 2),
-            observer=slow,
-            **{**OPTIONS, "wait_seconds": 30},
-        ),
+        in_background(api.convert, SAMPLE, out, process=(1, 2), observer=slow, **options),
     ):
         assert slow.is_there.wait(30)
         with pytest.MonkeyPatch.context() as patch:
@@ -436,7 +438,7 @@ def test_a_number_is_taken_once(tmp_path, reference):
             with pytest.raises(
                 ExecutionError, match=r"part 1 of 2 of .*: process \d+ on .* is wri"
             ):
-                api.convert(SAMPLE, out, process=(1, 2), **OPTIONS)
+                api.convert(SAMPLE, out, process=(1, 2), **options)
         slow.go.set()
 
     assert tree(out) == reference
@@ -455,7 +457,7 @@ def test_a_process_that_comes_when_all_is_done_has_nothing_to_do(tmp_path):
         api.convert(SAMPLE, out, process=(1, 2), **OPTIONS)
 
 
-def test_a_stop_of_any_process_leaves_what_is_done(tmp_path, reference):
+def test_a_stop_of_any_process_leaves_what_is_done(tmp_path, reference, until):
     out, stop = tmp_path / "out", threading.Event()
 
     class Stops(NullObserver):
@@ -465,7 +467,10 @@ def test_a_stop_of_any_process_leaves_what_is_done(tmp_path, reference):
 
     observer = Hears()
     options = {**OPTIONS, "wait_seconds": 30}
-    with in_background(leads, out, 2, observer=observer), pytest.raises(StoppedError):
+    leads_until_told = in_background(
+        leads, out, 2, observer=observer, wait_seconds=until(lambda: observer.notices)
+    )
+    with leads_until_told, pytest.raises(StoppedError):
         api.convert(SAMPLE, out, process=(1, 2), observer=Stops(), stop=stop, **options)
 
     assert observer.notices == ["process 1 of 2 failed: stopped"]
@@ -486,16 +491,15 @@ def test_what_drifted_is_added_up_over_the_processes_and_their_deaths(
     tmp_path, drifted, policy, deaths
 ):
     options = {"replicas": policy, "source": drifted}
-    shortly = {**options, "wait_seconds": 1}
     whole = api.convert(drifted, tmp_path / "whole", replicas=policy, **OPTIONS)
     drift = [f for f in whole.findings if f.kind == "replica-drift"]
     assert len(drift) > 3
     out = tmp_path / "out"
     for number, steps in enumerate(deaths):
         children = [
-            start(out, 0, 3, **shortly, resume=number > 0),
-            start(out, 1, 3, dies_after=steps, **shortly, resume=number > 0),
-            start(out, 2, 3, **shortly, resume=number > 0),
+            start(out, 0, 3, **options, resume=number > 0),
+            start(out, 1, 3, dies_after=steps, **options, resume=number > 0),
+            start(out, 2, 3, **options, resume=number > 0),
         ]
         assert end_of(children[1]) == -signal.SIGKILL
         os.kill(children[0], signal.SIGKILL)
@@ -522,7 +526,7 @@ def test_replicas_that_must_agree_end_all_processes_and_leave_nothing(
     monkeypatch.setattr("restride.storage.joining._GONE_SECONDS", 0.5)
     out = tmp_path / "out"
     # One that sees nothing of the first, as its life was so short, waits for all of this.
-    children = [start(out, number, 3, source=drifted, wait_seconds=3) for number in (1, 2)]
+    children = [start(out, number, 3, source=drifted, wait_seconds=10) for number in (1, 2)]
 
     with pytest.raises(RestrideError, match="different") as error:
         leads(out, 3, source=drifted, wait_seconds=30)

@@ -463,7 +463,7 @@ def test_a_source_that_shrinks_meanwhile_is_an_error_and_what_was_read_before_is
         def on_step(self, _, /):
             self.count += 1
             if self.count == 20:
-                time.sleep(0.2)  # what is done so far is noted
+                wait_for(lambda: len(read_journal(partial_folder(out) / "journal")) > 1)
                 for path in victims:
                     os.truncate(path, 4096)
 
@@ -592,12 +592,13 @@ def test_a_file_that_cannot_be_created_leaves_nothing_of_those_that_were_written
     tmp_path, monkeypatch
 ):
     observer = StopsAfter(1)
+    journal = partial_folder(tmp_path / "out") / "journal"
     real = reserving.fallocate
 
     def reserve(descriptor, nbytes):
         if Path(f"/proc/self/fd/{descriptor}").readlink().name == "latest_universal":
             assert observer.stop.wait(60)  # some step of another file is done
-            time.sleep(0.2)  # and noted
+            wait_for(lambda: len(read_journal(journal)) > 1)  # and noted
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(descriptor, nbytes)
 
