@@ -181,6 +181,7 @@ def test_the_shard_is_a_copy():
     [
         (np.array([[object()] * 3] * 4), "holds references"),
         (np.ma.masked_array(np.zeros((4, 3)), mask=True), "lose its mask"),
+        (np.zeros((4, 3), "V0"), "have no bytes"),
         ([[0.0] * 3] * 4, "builtins.list is neither"),
     ],
 )

@@ -17,6 +17,7 @@ import restride
 from restride.algebra.compose import compose
 from restride.algebra.layout import Layout, Padding
 from restride.algebra.piece import Axis, Piece
+from restride.arrays import _kernel
 from restride.arrays.extract import extract
 from restride.arrays.move import move
 from restride.arrays.rebuild import rebuild
@@ -285,8 +286,22 @@ def test_elements_of_a_subclass_are_reached_through_torch(monkeypatch):
         raise AssertionError("the kernel was given an address")
 
     monkeypatch.setattr("restride.arrays._torch.copy_at", refused)
+    if _kernel.KERNEL is not None:
+        monkeypatch.setattr(_kernel.KERNEL, "copy_each", refused)
     full = torch.arange(12.0).view(4, 3).as_subclass(Elsewhere)
 
     shard = extract(ROWS, full, 1)
 
     assert shard.tolist() == [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
+
+
+def test_tensors_that_are_only_traced_have_no_address_and_are_copied_by_torch():
+    full = torch.arange(12.0).view(4, 3)
+
+    def there_and_back(tensor):
+        shards = {rank: extract(ROWS, tensor, rank) for rank in range(2)}
+        return rebuild(ROWS, shards)
+
+    traced = torch.func.functionalize(there_and_back)(full)
+
+    assert torch.equal(traced, full)

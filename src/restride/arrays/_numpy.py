@@ -54,6 +54,8 @@ class NumpyFramework:
             )
         if array.dtype.hasobject:
             raise UnsupportedError(f"an array of dtype {array.dtype} holds references, not values")
+        if not array.itemsize:
+            raise UnsupportedError(f"elements of dtype {array.dtype} have no bytes")
         plain = np.asarray(array)
         if any(stride % plain.itemsize for stride in plain.strides):
             return np.ascontiguousarray(plain)

@@ -195,9 +195,13 @@ class TorchFramework(Frozen):
     def _is_plain(self, tensor: Any) -> bool:
         """Whether the elements are where its address says, in memory of this process.
 
-        Those of a subclass may be anywhere.
+        Those of a subclass may be anywhere; what `functionalize` wraps is none, and has no address.
         """
-        return type(tensor) is self.torch.Tensor and tensor.device.type == "cpu"
+        return (
+            type(tensor) is self.torch.Tensor
+            and tensor.device.type == "cpu"
+            and tensor.data_ptr() != 0
+        )
 
     def _bits(self, view: Any) -> Any:
         torch = self.torch
