@@ -49,7 +49,7 @@ DRIFTED = {
     ),
 }
 # The memory of the plan depends on the number of cores, the time on everything.
-_VARYING = re.compile(r"\d+\.\d\d s, buffers below [\d.]+ .B")
+_VARYING = re.compile(r"\d+\.\d\d s, memory below [\d.]+ .B")
 _MACHINE = re.compile(r"below [\d.]+ .B with \d threads?|[\d.]+ .B free")
 
 
@@ -79,7 +79,7 @@ def compare(name: str, code: int, command: tuple[str, ...]) -> None:
 
     ran = run(*command)
 
-    written = _MACHINE.sub("MACHINE", _VARYING.sub("0.00 s, buffers below SIZE", ran.out))
+    written = _MACHINE.sub("MACHINE", _VARYING.sub("0.00 s, memory below SIZE", ran.out))
     if os.environ.get("RESTRIDE_WRITE_GOLDEN"):
         recorded.write_text(written)
     assert ran.code == code

@@ -46,7 +46,7 @@ Examples:
 )
 @tied_option
 @source_options
-@memory_option
+@memory_option("plan and buffers; the interpreter and the names and places of the checkpoint come")
 @json_option
 def command(
     checkpoint: str,

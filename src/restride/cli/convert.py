@@ -148,7 +148,9 @@ class _Convert(SectionedCommand):
     metavar="1|2|3",
     help="ZeRO stage of the engines that load a universal folder. Default: that of the source.",
 )
-@memory_option
+@memory_option(
+    "all of it but the interpreter and what CHECKPOINT takes while it is opened, which come"
+)
 @click.option(
     "--replicas",
     multiple=True,
@@ -360,7 +362,7 @@ def show_report(page: Page, report: ConvertReport, out: str) -> None:
         f"{format_count(len(report.files), 'file')}, {format_size(report.written_nbytes)} written"
         f"{resumed}, "
         f"{format_size(report.read_nbytes)} read, {format_duration(report.seconds)}{rate}, "
-        f"buffers below {format_size(report.projected_nbytes)}",
+        f"memory below {format_size(report.projected_nbytes)}",
         "good",
     )
     for name in report.files[:_MOST_SHOWN]:

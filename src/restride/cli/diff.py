@@ -68,7 +68,7 @@ _DRIFT: Final = "replica-drift"
 )
 @tied_option
 @source_options
-@memory_option
+@memory_option("plan and buffers; the interpreter and the names and places of the checkpoints come")
 @json_option
 def command(
     a: str,

@@ -44,7 +44,7 @@ Examples:
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @tied_option
 @source_options
-@memory_option
+@memory_option("plan and buffers; the interpreter and the names and places of the checkpoint come")
 @json_option
 def command(
     checkpoint: str,

@@ -118,15 +118,15 @@ def json_option(command: _Decorated) -> _Decorated:
     )(command)
 
 
-def memory_option(command: _Decorated) -> _Decorated:
-    """Add ``--memory`` to a command, in bytes."""
+def memory_option(bounded: str) -> Callable[[_Decorated], _Decorated]:
+    """Add ``--memory`` to a command, in bytes; the help says what is bounded, and what is not."""
     return click.option(
         "--memory",
         metavar="SIZE",
         callback=_as_budget,
-        help="Most memory for plan and buffers; the interpreter comes on top. Default: 512MiB, "
-        "or a quarter of what the cgroup allows where that is less.",
-    )(command)
+        help=f"Most memory for {bounded} on top. Default: 512MiB, or a quarter of what the cgroup "
+        "allows where that is less.",
+    )
 
 
 def workers_option(command: _Decorated) -> _Decorated:

@@ -19,7 +19,7 @@ _TIMES = re.compile(r"\d+(\.\d+)? (s|min|h)\b( \d+ (s|min)\b)?")
 # One in brackets is told of what takes longer than a second, as anything may on a busy machine.
 _RATES = re.compile(r"( \()?\d+(\.\d+)? [kMGT]?B/s(?(1)\))")
 # They depend on the number of cores.
-_BUFFERS = re.compile(r"buffers below \d+(\.\d+)? [kMGT]?B")
+_BUFFERS = re.compile(r"memory below \d+(\.\d+)? [kMGT]?B")
 
 
 class Block(NamedTuple):

@@ -155,16 +155,16 @@ class Placement:
             return layout
         if self._told is not None:
             return self._told.layout(name, shapes, self._mesh)
-        by_user = (
-            "say it with --source-config, the config.json of a model that AutoTP cut, or "
-            "--source-rules; "
-        )
+        kinds = " and ".join(map(str, dict.fromkeys(shapes)))
         raise UnsupportedError(
-            f"nothing in the checkpoint says how {self._mesh.size} tensor-parallel ranks hold "
-            f"shards of shapes {', '.join(map(str, shapes))}",
+            f"nothing in the checkpoint says how {self._mesh.size} tensor-parallel ranks "
+            f"hold shards of {kinds}",
             where=self._place(name),
-            remedy=f"{by_user if self._may_be_told else ''}universal_checkpoint_info with an "
-            f"affine_map, or with {ROW_PARALLEL} and {REPLICATED}, would say it",
+            remedy="give the config.json of the model with --source-config if AutoTP cut it, or "
+            "--source-rules"
+            if self._may_be_told
+            else f"save it with an affine_map in universal_checkpoint_info, or {ROW_PARALLEL} and "
+            f"{REPLICATED}",
         )
 
     def _by_category(self, name: str, shapes: Sequence[Shape]) -> Layout | None:
