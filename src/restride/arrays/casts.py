@@ -38,6 +38,7 @@ _STORED_AS: Final = {
 }
 _CAST_NAMES: Final = ("float64", "float32", "float16", "bfloat16")
 _QUIET_NAN_BFLOAT16: Final = 0x7FC0
+_QUIET_NAN_FLOAT16: Final = 0x7E00
 
 
 def storage_dtype(dtype: NamedDType) -> np.dtype[Any]:
@@ -56,7 +57,7 @@ def cast(buffer: NDArray[Any], source: NamedDType, target: NamedDType) -> NDArra
     """Convert a buffer of floats, each rounded to nearest even, exactly as PyTorch does.
 
     Like PyTorch, float64 goes to the 16-bit types by way of float32. A NaN stays a NaN of the same
-    sign; its other bits are not promised, and PyTorch's own depend on the place of the element.
+    sign, and is quiet; PyTorch's other bits depend on the place of the element.
 
     Args:
         buffer: Contiguous elements of type `source`, of whatever NumPy type.
@@ -93,7 +94,7 @@ def cast(buffer: NDArray[Any], source: NamedDType, target: NamedDType) -> NDArra
             return elements.astype(np.float64).view(np.uint8)
         singles = elements.astype(np.float32, copy=False)
         if target.name == "float16":
-            return singles.astype(np.float16).view(np.uint8)
+            return _to_float16(singles).view(np.uint8)
     if target.name == "bfloat16":
         return _to_bfloat16(singles).view(np.uint8)
     return singles.view(np.uint8)
@@ -164,6 +165,19 @@ def _to_bfloat16(singles: NDArray[np.float32]) -> NDArray[np.uint16]:
         high = (bits[not_numbers] >> np.uint32(16)).astype(np.uint16)
         words[not_numbers] = high | np.uint16(_QUIET_NAN_BFLOAT16)
     return words
+
+
+def _to_float16(singles: NDArray[np.float32]) -> NDArray[np.uint16]:
+    halves = singles.astype(np.float16).view(np.uint16)
+    not_numbers = np.isnan(singles)
+    if not_numbers.any():
+        # NumPy leaves signaling ones so; the machine's own instruction, and the kernel, do not.
+        bits = np.ascontiguousarray(singles).view(np.uint32)[not_numbers]
+        kept = (bits >> np.uint32(16) & np.uint32(0x8000)) | (
+            bits >> np.uint32(13) & np.uint32(511)
+        )
+        halves[not_numbers] = kept.astype(np.uint16) | np.uint16(_QUIET_NAN_FLOAT16)
+    return halves
 
 
 def _round_to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
