@@ -48,6 +48,22 @@ def test_a_group_lays_parameters_end_to_end_and_pads(shapes, ranks, align, multi
 
 @given(shapes=members, ranks=st.integers(1, 5), align=st.integers(1, 4))
 def test_each_parameter_of_a_group_is_found_in_every_partition(shapes, ranks, align):
+    require_found(shapes, ranks, align)
+
+
+@given(
+    shapes=st.lists(st.sampled_from([(2, 2), (4,), (3,)]), min_size=2, max_size=9),
+    ranks=st.integers(1, 5),
+)
+def test_so_is_each_of_many_that_have_one_shape_and_are_not_cut_alike(shapes, ranks):
+    require_found(shapes, ranks, 1)
+
+
+def test_of_two_in_one_partition_the_second_may_be_cut():
+    require_found([(4,), (4,), (4,)], 2, 1)
+
+
+def require_found(shapes, ranks, align):
     partitions = buffer(shapes, ranks, 2 * ranks, align)
 
     group = layouts.zero_group(shapes, mesh={"dp": ranks}, parameter_alignment=align)
