@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -42,6 +43,19 @@ def shared() -> Path:
     if found is None:
         pytest.skip("the shared real checkpoints are not beside the repository")
     return found
+
+
+@pytest.fixture(scope="session")
+def copied() -> Callable[[Path, Path], Path]:
+    """Copy a folder that may be read-only, so that a copy may be changed by whoever runs this."""
+
+    def copy(source: Path, folder: Path) -> Path:
+        shutil.copytree(source, folder)
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o700 if path.is_dir() else 0o600)
+        return folder
+
+    return copy
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -159,11 +158,13 @@ WARNED = {
 
 @pytest.mark.parametrize("has_config", [False, True])
 @pytest.mark.parametrize("name", WARNED)
-def test_only_the_checkpoint_that_trained_wrongly_is_warned_of(name, has_config, shared, tmp_path):
+def test_only_the_checkpoint_that_trained_wrongly_is_warned_of(
+    name, has_config, shared, tmp_path, copied
+):
     """Llama, OPT and Bloom are cut at their heads, CodeGen's plan is not."""
     path = shared / "checkpoints" / name
     if has_config:
-        path = shutil.copytree(path, tmp_path / "ckpt")
+        path = copied(path, tmp_path / "ckpt")
         (path / "config.json").write_text(json.dumps(WARNED[name]))
 
     found = [f for f in check(path).findings if f.kind in {"fused-cut", "model-config"}]
@@ -175,8 +176,8 @@ def test_only_the_checkpoint_that_trained_wrongly_is_warned_of(name, has_config,
     assert "and 1 more of 'transformer.h.*.attn.qkv_proj.weight'" in found[-1].message
 
 
-def test_a_damaged_config_beside_a_checkpoint_does_not_stop_a_check(shared, tmp_path):
-    path = shutil.copytree(shared / "checkpoints" / "codegen_rowcut_tp2_z1", tmp_path / "ckpt")
+def test_a_damaged_config_beside_a_checkpoint_does_not_stop_a_check(shared, tmp_path, copied):
+    path = copied(shared / "checkpoints" / "codegen_rowcut_tp2_z1", tmp_path / "ckpt")
     (path / "config.json").write_text("{")
 
     found = [f for f in check(path).findings if f.kind in {"fused-cut", "model-config"}]

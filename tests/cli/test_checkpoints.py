@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,6 +15,9 @@ from restride.algebra.serial import layout_from_json
 from restride.algebra.signature import same_layout
 from restride.layouts import codegen_qkv
 from restride.testing.command_line import SAMPLE, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FUSED = "transformer.h.0.attn.qkv_proj.weight"
 EXPECTED = json.loads((SAMPLE / "expected.json").read_text())["sha256"]
@@ -50,14 +54,13 @@ def test_check_adds_the_verdict_and_the_findings_for_machines() -> None:
 
 
 def test_a_lost_file_is_one_line_and_not_one_for_every_array_that_it_leaves_a_hole_in(
-    shared: Path, tmp_path: Path
+    shared: Path, tmp_path: Path, copied: Callable[[Path, Path], Path]
 ) -> None:
-    copied = tmp_path / "run"
-    shutil.copytree(shared / "checkpoints" / "llama_tp2_z1", copied)
-    next(copied.rglob("*pp_rank_0_mp_rank_01_optim_states.pt")).unlink()
+    damaged = copied(shared / "checkpoints" / "llama_tp2_z1", tmp_path / "run")
+    next(damaged.rglob("*pp_rank_0_mp_rank_01_optim_states.pt")).unlink()
 
-    lines = run("check", copied).out.splitlines()
-    kinds = [finding["kind"] for finding in run("check", copied, "--json").json["findings"]]
+    lines = run("check", damaged).out.splitlines()
+    kinds = [finding["kind"] for finding in run("check", damaged, "--json").json["findings"]]
 
     assert [line.endswith("[missing-file]") for line in lines[:2]] == [False, True]
     assert kinds.count("hole") > 6

@@ -130,9 +130,11 @@ def test_the_file_of_another_run_is_one_finding_and_refused_by_what_takes_both(s
     assert api.convert(sample, tmp_path / "out").files == ("model.safetensors",)
 
 
-def test_without_mixed_precision_other_masters_are_a_warning_to_a_conversion(shared, tmp_path):
+def test_without_mixed_precision_other_masters_are_a_warning_to_a_conversion(
+    shared, tmp_path, copied
+):
     """A model may have got other weights after its optimizer was made."""
-    shutil.copytree(shared / "checkpoints" / "llama_tp2_z1_fp32", tmp_path / "saved")
+    copied(shared / "checkpoints" / "llama_tp2_z1_fp32", tmp_path / "saved")
     plans = plan_masters(api.open(tmp_path / "saved"), budget_nbytes=BUDGET)
     assert plans is not None
     name = plans.names[0]

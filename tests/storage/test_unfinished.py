@@ -292,9 +292,19 @@ def test_a_place_where_nothing_can_be_written_is_an_error_that_names_it(tmp_path
     assert tree(tmp_path) == {"file": b""}
 
 
-def test_a_place_where_no_folder_can_be_made_is_told_as_the_system_tells_it() -> None:
-    with pytest.raises(ExecutionError, match=r"/proc/out.partial: cannot be created \(No such"):
-        write(Path("/proc/out"), b"")
+def test_a_place_where_no_folder_can_be_made_is_told_as_the_system_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.mkdir
+
+    def mkdir(path: str, *mode: int) -> None:
+        if str(path).endswith("out.partial"):  # as in `/proc`, which root may write into
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        real(path, *mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(ExecutionError, match=r"/out.partial: cannot be created \(No such"):
+        write(tmp_path / "out", b"")
 
 
 def test_a_place_that_cannot_be_written_into_is_refused_before_anything_is_made(

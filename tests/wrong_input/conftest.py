@@ -77,11 +77,12 @@ class Damaged:
 
 
 @pytest.fixture
-def damaged(shared: Path, tmp_path: Path) -> Callable[[str], Damaged]:
+def damaged(
+    shared: Path, tmp_path: Path, copied: Callable[[Path, Path], Path]
+) -> Callable[[str], Damaged]:
     """Make a copy of a checkpoint by its name."""
 
     def copy(name: str) -> Damaged:
-        shutil.copytree(shared / "checkpoints" / name, tmp_path / name)
-        return Damaged(tmp_path / name, shared)
+        return Damaged(copied(shared / "checkpoints" / name, tmp_path / name), shared)
 
     return copy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,11 +25,11 @@ def require_same_states(one: Path, other: Path) -> None:
 
 
 def test_an_engine_of_more_ranks_saves_again_what_it_was_given(
-    engine, require_saved_again, shared: Path, tmp_path: Path
+    engine, require_saved_again, shared: Path, tmp_path: Path, copied
 ) -> None:
     """Three ranks, for which chunks are padded; small sub-groups; Conv1D layers and biases."""
     settings = {"sub_group_size": 20_000}
-    source = shutil.copytree(shared / "checkpoints" / "gpt2_tp1dp2_z1", tmp_path / "source")
+    source = copied(shared / "checkpoints" / "gpt2_tp1dp2_z1", tmp_path / "source")
     edit_file(
         source / "step" / "mp_rank_00_model_states.pt",
         lambda model: model["ds_config"]["zero_optimization"].update(settings),

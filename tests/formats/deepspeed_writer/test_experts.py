@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,8 @@ from restride.testing.gather import gather_all
 from restride.testing.saved_values import Array, edit_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.selection import Export
 
@@ -123,9 +124,11 @@ def with_plain_shapes(content: Any) -> Any:
     return content
 
 
-def test_data_parallelism_may_come_first(shared: Path, tmp_path: Path) -> None:
+def test_data_parallelism_may_come_first(
+    shared: Path, tmp_path: Path, copied: Callable[[Path, Path], Path]
+) -> None:
     """Neighbouring ranks then share their experts."""
-    source = shutil.copytree(shared / "checkpoints" / "mixtral_ep2_z1", tmp_path / "source")
+    source = copied(shared / "checkpoints" / "mixtral_ep2_z1", tmp_path / "source")
     edit_file(
         source / "step" / "mp_rank_00_model_states.pt",
         lambda model: model["ds_config"].update(use_data_before_expert_parallelism=True),
@@ -270,9 +273,9 @@ def test_a_second_name_of_the_router_is_one_tensor_with_it(shared: Path, tmp_pat
 
 
 def test_a_tensor_of_that_name_and_another_shape_stays_what_it_is(
-    shared: Path, tmp_path: Path
+    shared: Path, tmp_path: Path, copied: Callable[[Path, Path], Path]
 ) -> None:
-    source = shutil.copytree(shared / "checkpoints" / "mixtral_ep2_z1", tmp_path / "source")
+    source = copied(shared / "checkpoints" / "mixtral_ep2_z1", tmp_path / "source")
     name = f"{ROUTERS[0]}.gate.gate.weight"
     edit_file(
         source / "step" / "mp_rank_00_model_states.pt",
@@ -286,9 +289,9 @@ def test_a_tensor_of_that_name_and_another_shape_stays_what_it_is(
 
 
 def test_a_tensor_of_that_name_which_is_no_copy_stays_what_it_is(
-    shared: Path, tmp_path: Path
+    shared: Path, tmp_path: Path, copied: Callable[[Path, Path], Path]
 ) -> None:
-    source = shutil.copytree(shared / "checkpoints" / "mixtral_ep2_z1", tmp_path / "source")
+    source = copied(shared / "checkpoints" / "mixtral_ep2_z1", tmp_path / "source")
     name = f"{ROUTERS[1]}.gate.gate.weight"
     catalog = read_catalog(source)
     entry = next(t for t in catalog.tensors if t.name == name).states["weight"]
