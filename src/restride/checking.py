@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.proofs import prove_catalog
-from restride.errors import RestrideError
+from restride.errors import BudgetError, RestrideError
 from restride.executors.drift import DriftTable, drift_findings
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted, StepFinished
 from restride.executors.manifests import FoundManifest, check_manifest, find_manifest
@@ -21,10 +21,10 @@ from restride.frozen import Frozen
 from restride.planning.conversion import plan_comparison
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
     from os import PathLike
 
-    from restride.checkpoint.catalog import Catalog
+    from restride.checkpoint.catalog import Catalog, StateEntry
     from restride.executors.events import Notice, Observer, ReplicaDrift
     from restride.executors.masters import MasterPlans
     from restride.planning.plan import Plan
@@ -106,8 +106,7 @@ def check(
     ]
     workers = default_workers()
     budget = default_budget_nbytes() if budget_nbytes is None else budget_nbytes
-    plan = plan_comparison(catalog.files, states, budget_nbytes=budget, workers=workers)
-    masters = plan_masters(catalog, budget_nbytes=budget, broken=broken)
+    plan, masters = _planned(catalog, states, broken, budget, workers)
     manifest = find_manifest(catalog)
     known = manifest.nbytes if isinstance(manifest, FoundManifest) else 0
     progress = Continued(observer or NullObserver(), more_nbytes=known)
@@ -128,6 +127,39 @@ def check(
     table.on_finish(PlanFinished(read_nbytes + known, 0, seconds))
     rounded_nbytes = masters.masters.total_nbytes if masters else 0
     return CheckReport(catalog, tuple(findings), plan.total_nbytes, rounded_nbytes, known)
+
+
+def _planned(
+    catalog: Catalog,
+    states: Sequence[tuple[str, str, StateEntry]],
+    broken: Container[str],
+    budget_nbytes: int,
+    workers: int,
+) -> tuple[Plan, MasterPlans | None]:
+    """Plans of both comparisons. The first is kept while the second is carried out.
+
+    Raises:
+        BudgetError: The budget is too small for one of them; names what is enough for both.
+    """
+    try:
+        plan = plan_comparison(catalog.files, states, budget_nbytes=budget_nbytes, workers=workers)
+    except BudgetError as error:
+        enough = error.needed_nbytes
+        plan = plan_comparison(catalog.files, states, budget_nbytes=enough, workers=workers)
+    kept = _kept(plan)
+    try:
+        masters = plan_masters(catalog, budget_nbytes=budget_nbytes - kept, broken=broken)
+    except BudgetError as error:
+        needed = max(plan.projected_nbytes, kept + error.needed_nbytes)
+        raise BudgetError(needed_nbytes=needed, budget_nbytes=budget_nbytes) from None
+    if plan.projected_nbytes > budget_nbytes:
+        raise BudgetError(needed_nbytes=plan.projected_nbytes, budget_nbytes=budget_nbytes)
+    return plan, masters
+
+
+def _kept(plan: Plan) -> int:
+    """What is left of a plan that has been carried out."""
+    return plan.objects_nbytes - plan.steps_nbytes
 
 
 def _held_against(
@@ -158,7 +190,7 @@ class _OneAfterTheOther:
             event = PlanStarted(
                 event.steps + self._second.masters.step_count,
                 event.total_nbytes + self._second.masters.total_nbytes,
-                max(event.projected_nbytes, self._second.projected_nbytes),
+                max(event.projected_nbytes, _kept(self._first) + self._second.projected_nbytes),
             )
         self._observer.on_plan(event)
 

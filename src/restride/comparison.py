@@ -194,6 +194,8 @@ def diff(
     ]
     plans = _plan_both(catalogs, readable, budget_nbytes)
     found, read_nbytes = _compare(catalogs, plans, tolerance, observer or NullObserver())
+    compared_nbytes = plans[0].total_nbytes
+    del plans  # what finds copies that differ has the same budget
     by_pair = {(pair.names, pair.state): found.get(place) for place, pair in enumerate(readable)}
     differences = [
         _difference(pair, by_pair[pair.names, pair.state], tolerance)
@@ -216,7 +218,7 @@ def diff(
     return DiffReport(
         *catalogs,
         compared_count=len(pairs),
-        compared_nbytes=plans[0].total_nbytes,
+        compared_nbytes=compared_nbytes,
         read_nbytes=read_nbytes,
         only_a=only_a,
         only_b=only_b,
