@@ -300,6 +300,18 @@ def test_a_leader_that_is_killed_is_started_again_alone_or_with_all(tmp_path, re
     assert tree(out) == reference
 
 
+def test_a_leader_that_finds_all_parts_of_the_others_done_waits_for_none_of_them(
+    tmp_path, reference
+):
+    out = tmp_path / "out"
+    start_and_kill_the_first(out, 3)
+
+    report = leads(out, 3, resume=True, wait_seconds=0)
+
+    assert report.resumed_nbytes > report.written_nbytes / 2
+    assert tree(out) == reference
+
+
 def test_a_leader_comes_back_while_the_others_write(tmp_path, reference):
     out = tmp_path / "out"
     leader = start(out, 0, 2, rests=True)

@@ -279,11 +279,15 @@ class Host:
         if not all(member.is_missing for member in self._members):
             return
         missing = [member for member in self._members if not member.is_done]
+        if not self._tasks:  # what is complete and not sure is read back, and nobody has to come
+            missing = [member for member in missing if not member.is_complete]
         # A part that an executor has not begun may have waited for any other one to end.
         waited_for = self._members if self._tasks else missing
         since = max((member.missing_since for member in waited_for), default=0.0)
         waited = time.monotonic() - max(since, self._opened)
         if missing and waited > self._lead.wait_seconds:
+            if self._look():  # what was seen may be as old as that: this process may have slept
+                return
             raise self._lost(missing)
 
     def _raise_error_of(self, task: Started, member: Member) -> None:
