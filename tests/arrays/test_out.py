@@ -62,6 +62,22 @@ def test_a_full_tensor_and_moved_shards_go_where_they_are_told():
     ]
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_memory_may_touch_what_is_read_and_have_no_byte_of_it(framework):
+    content = np.arange(60, dtype=np.uint8)
+    memory = content.copy()
+    if framework == "torch":
+        memory = pytest.importorskip("torch").from_numpy(memory)
+    full = memory[18:42].reshape(4, 6)
+
+    for start in (6, 42):
+        shard = extract(ROWS, full, 1, out=memory[start : start + 12].reshape(2, 6))
+        assert shard.tolist() == content[30:42].reshape(2, 6).tolist()
+    for start in (7, 41):
+        with pytest.raises(UnsupportedError, match="shares memory with what is read"):
+            extract(ROWS, full, 1, out=memory[start : start + 12].reshape(2, 6))
+
+
 @pytest.mark.parametrize(
     ("out", "error", "says"),
     [

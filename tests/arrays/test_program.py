@@ -183,6 +183,8 @@ def test_what_is_compared_is_as_many_bytes_next_to_one_another():
     program, some = Program(), memoryview(bytearray(8))
     with pytest.raises(LayoutError, match="8 bytes are never the same as 7"):
         program.require_same(some, some[1:])
+    with pytest.raises(LayoutError, match="7 bytes are never the same as 8"):
+        program.require_same(some[1:], some)
     with pytest.raises(LayoutError, match="not contiguous"):
         program.require_same(some[:4], some[::2])
     assert program.run() == []
