@@ -250,7 +250,7 @@ def test_another_job_is_refused_with_what_differs(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(SAMPLE, source)
     stopped(source, out, 3)
-    weights = next(source.rglob("mp_rank_00_model_states.pt"))
+    weights = min(source.rglob("mp_rank_00_model_states.pt"))
     name = weights.relative_to(source)
     status = weights.stat()
 
@@ -266,7 +266,7 @@ def test_another_job_is_refused_with_what_differs(tmp_path):
     os.utime(weights, ns=(1, 1))
     assert f"source file {name} was written to since then" in refusal()
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
-    optimizer = next(source.rglob("*optim_states.pt"))
+    optimizer = min(source.rglob("*optim_states.pt"))
     content, status = optimizer.read_bytes(), optimizer.stat()
     optimizer.write_bytes(content[:-1000].replace(b"\x3c", b"\x3d") + content[-1000:])
     os.utime(optimizer, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -295,7 +295,7 @@ def test_a_finished_output_of_other_options_is_not_taken_for_this_one(tmp_path):
     others = refusal(states="all", dtype="float32", replicas="first", max_shard_nbytes=1 << 20)
     assert others.endswith(" and 1 more")
     shutil.copytree(SAMPLE, tmp_path / "changed")
-    edited = next((tmp_path / "changed").rglob("*model_states.pt"))
+    edited = min((tmp_path / "changed").rglob("*model_states.pt"))
     os.utime(edited, ns=(1, 1))
     told = f"{begin} with these options, of another source or of one that was changed since"
     assert refusal(tmp_path / "changed") == told

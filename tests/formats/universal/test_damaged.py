@@ -86,7 +86,7 @@ def test_a_model_file_that_two_ranks_wrote_at_one_time_is_told_of_and_read(tmp_p
     """Whoever copies files of a checkpoint beside a universal folder copies such ones, too."""
     shutil.copytree(folder(stage) / "out", tmp_path / "out")
     before = api.open(tmp_path / "out")
-    path = next((tmp_path / "out").rglob("*model_states.pt"))
+    path = min((tmp_path / "out").rglob("*model_states.pt"))
     content = bytearray(path.read_bytes())
     content[content.index(b"PK\1\2") + 16] ^= 1
     path.write_bytes(content)
