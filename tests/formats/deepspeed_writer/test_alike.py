@@ -20,7 +20,7 @@ DATA = Path(__file__).parents[2] / "data" / "deepspeed"
 RULES = {
     "columns": '[[rules]]\nmatch = "**"\nlayout = "column"\n',
     "biases": 'rest = "whole"\n[[rules]]\nmatch = "**.bias"\nlayout = "column"\n',
-    "whole": 'rest = "whole"\n',
+    "whole": '[[rules]]\nmatch = "**"\nlayout = "whole"\n',
 }
 RANKS = [(2, 1, 1), (3, 2, 1), (4, 1, 2), (2, 2, 3)]
 SHARDED = [{"to": "deepspeed", "tp": tp, "dp": dp, "zero": zero} for tp, dp, zero in RANKS]
@@ -46,6 +46,22 @@ def differing(catalog, opened):
         for who, rank in enumerate(training.ranks)
     ]
     return replace(training, ranks=tuple(ranks))
+
+
+def of_names(who, rank):
+    return {"values": {**rank.values, f"from_{who}": None}}
+
+
+def of_the_module(who, rank):
+    return {"module": {**rank.module, "said": who}}
+
+
+def of_names_in_the_module(who, rank):
+    return {"module": {**rank.module, f"said_{who % 2}": None}}
+
+
+def of_attributes(who, _):
+    return {"module_state": {"who": who}}
 
 
 def alone(_, draft, value, __):
@@ -88,3 +104,22 @@ def ruled(folder):
         path = folder / f"{name}.toml"
         path.write_text('format = "restride-rules/1"\n' + rules)
         yield from ({**target, "rules": path} for target in SHARDED)
+
+
+@pytest.mark.parametrize("cut", ["columns", "whole"])
+@pytest.mark.parametrize("say", [of_names, of_the_module, of_names_in_the_module, of_attributes])
+def test_ranks_that_say_something_of_their_own_have_files_of_their_own(
+    say, cut, tmp_path, monkeypatch
+):
+    def saying(catalog, opened):
+        training = open_training(catalog, opened)
+        ranks = tuple(replace(r, **say(who, r)) for who, r in enumerate(training.ranks))
+        order = (*training.order, "said", "said_0", "said_1")
+        return replace(training, ranks=ranks, order=order)
+
+    monkeypatch.setitem(globals(), "differing", saying)
+    path = tmp_path / "rules.toml"
+    path.write_text('format = "restride-rules/1"\n' + RULES[cut])
+
+    targets = [{**target, "rules": path} for target in SHARDED]
+    assert require_alike(DATA / "tensor_parallel_z3", targets, monkeypatch) == 2 * len(SHARDED)
