@@ -10,10 +10,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from restride.algebra.compose import compose
+from restride.algebra.layout import Layout
+from restride.algebra.piece import Axis, Piece
 from restride.arrays import _kernel
 from restride.arrays._blocks import Block, Side
 from restride.arrays._numpy import NUMPY
 from restride.arrays._parts import Part, Parts, copy_parts
+from restride.arrays.move import move
 from restride.errors import LayoutError
 
 ONE = Fraction(1)
@@ -283,6 +287,18 @@ class TestTensors:
         assert torch.equal(target.view(rows, run), source.view(rows, 2 * run)[:, :run])
         assert len(calls) == at_once
         assert not singles
+
+
+def test_rows_that_are_turned_around_in_the_target_are_one_call(calls):
+    rows = [Piece((Axis(3, 1, 0, 1),), 3 * row, 0, 3 * row) for row in range(8)]
+    turned = [Piece((Axis(3, 1, 0, 1),), 3 * row, 0, 21 - 3 * row) for row in range(8)]
+    source, target = (Layout.of({"tp": 1}, (8, 3), [(8, 3)], cut) for cut in (rows, turned))
+    full = np.arange(24).reshape(8, 3)
+
+    moved = move(compose(target, source), {0: full})
+
+    assert moved[0].tolist() == full[::-1].tolist()
+    assert len(calls) == 1
 
 
 def test_without_a_kernel_nothing_is_asked_of_it(calls, use):
