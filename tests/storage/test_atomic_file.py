@@ -46,12 +46,12 @@ def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch):
     assert names_in(tmp_path) == ["f"]
 
 
-@pytest.fixture
-def no_links(monkeypatch):
-    """A file system on which a file has one name."""
+@pytest.fixture(params=[errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
+def no_links(request, monkeypatch):
+    """A file system on which a file has one name, by all that such ones answer."""
 
     def refuse(*_):
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        raise OSError(request.param, os.strerror(request.param))
 
     monkeypatch.setattr(Path, "hardlink_to", refuse)
 
