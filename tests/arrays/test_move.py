@@ -24,6 +24,7 @@ from restride.errors import (
     ShapeMismatchError,
     UnsupportedError,
 )
+from restride.planning.transfers import plan_transfer
 from restride.testing.arrays import random_elements, somewhere_in_memory
 from restride.testing.strategies import layout_pairs
 
@@ -94,10 +95,9 @@ def test_one_descriptor_for_all_ranks_is_carried_out(source, target):
 
 
 def test_transfers_of_a_plan_are_carried_out():
-    planning = pytest.importorskip("restride.planning.transfers")
     full = np.arange(24).reshape(4, 6)
 
-    moved = move(planning.plan_transfer(COLUMNS, EVERYWHERE), cut(EVERYWHERE, full))
+    moved = move(plan_transfer(COLUMNS, EVERYWHERE), cut(EVERYWHERE, full))
 
     for rank, expected in cut(COLUMNS, full).items():
         np.testing.assert_array_equal(moved[rank], expected)
