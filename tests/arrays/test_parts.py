@@ -85,6 +85,7 @@ def test_of_two_parts_that_write_an_element_the_later_one_stays(each_way):
         part([4], (2, -1), (0, 1)),  # before it
         part([2, 3], (4, -3, 1), (0, 3, 1), rank=1),  # before it, though it goes on behind
         part([4], (0, 1), (3, 1)),  # behind the target
+        part([4], (0, 1), (-1, 1)),  # before it
         part([], (0,), (6,)),
         part([], (6,), (0,), rank=1),
     ],
