@@ -181,6 +181,22 @@ def test_who_may_meet_records_has_room_for_them(many, tmp_path):
     assert resumed - anew == resuming_nbytes(**sizes)[0]
 
 
+def test_reading_records_back_counts_where_it_takes_more_than_the_manifest(monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_NBYTES", 16)
+    with FilePool() as pool:
+        anew, resumed = (
+            prepare(SAMPLE, WAYS[0], pool, workers=3, has_records=has_records).task
+            for has_records in (False, True)
+        )
+    regions = [r for tensor in resumed.output.tensors for r in tensor.regions if r is not None]
+    block_count = sum(blocks.block_count(region.nbytes) for region in resumed.plan.regions)
+
+    kept, read_back = resuming_nbytes(region_count=len(regions), block_count=block_count)
+
+    assert resumed.kept_nbytes - anew.kept_nbytes == kept
+    assert resumed.passing_nbytes == read_back + 2 * resumed.digest_nbytes > anew.passing_nbytes
+
+
 def test_larger_digests_are_not_taken_where_there_is_no_room_for_them(monkeypatch, tmp_path):
     """Of many blocks it is the records that take most, and what looks at them besides."""
     monkeypatch.setattr(blocks, "BLOCK_NBYTES", 16)
