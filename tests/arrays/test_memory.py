@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import tracemalloc
 from array import array
 from mmap import PAGESIZE
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from restride.arrays import memory
-from restride.arrays.memory import address_of, allocate, same_bytes
+from restride.arrays.memory import address_of, allocate, clear, same_bytes
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,26 @@ def test_no_bytes_have_some_address(empty):
 def test_bytes_with_gaps_have_no_address(strewn):
     with pytest.raises((BufferError, TypeError, ValueError)):
         address_of(strewn)
+
+
+def test_memory_is_cleared_in_its_bounds_and_without_as_much_beside_it():
+    around = bytearray(b"x") * (1 << 20)
+    inside = memoryview(around)[3:-5]
+
+    tracemalloc.start()
+    clear(inside)
+    clear(inside[:0])
+    _, most_nbytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert around == b"xxx" + bytes(inside.nbytes) + b"xxxxx"
+    assert most_nbytes < 1 << 14
+
+
+@pytest.mark.parametrize("kept", [memoryview(bytes(8)), memoryview(bytearray(8))[::2]])
+def test_memory_that_cannot_be_cleared_is_refused(kept):
+    with pytest.raises((BufferError, TypeError, ValueError)):
+        clear(kept)
 
 
 def test_memory_is_of_zeros_may_be_written_and_begins_with_a_page():

@@ -16,6 +16,15 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def refusing(number):
+    """An operation that the system refuses."""
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
 def test_a_file_is_written_and_nothing_stays_beside_it(tmp_path):
     write_small_file(tmp_path / "f", b"content")
 
@@ -49,11 +58,7 @@ def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch):
 @pytest.fixture(params=[errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
 def no_links(request, monkeypatch):
     """A file system on which a file has one name, by all that such ones answer."""
-
-    def refuse(*_):
-        raise OSError(request.param, os.strerror(request.param))
-
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    monkeypatch.setattr(Path, "hardlink_to", refusing(request.param))
 
 
 @pytest.mark.usefixtures("no_links")
@@ -70,10 +75,7 @@ def test_a_file_system_without_hard_links_gets_the_file_and_loses_none(tmp_path,
 
 @pytest.mark.usefixtures("no_links")
 def test_nothing_of_a_file_that_cannot_be_put_in_place_is_left(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(Path, "replace", refusing(errno.EIO))
 
     with pytest.raises(ExecutionError, match="Input/output error"):
         write_small_file(tmp_path / "f", b"content")
@@ -82,10 +84,7 @@ def test_nothing_of_a_file_that_cannot_be_put_in_place_is_left(tmp_path, monkeyp
 
 
 def test_an_error_of_a_link_is_not_taken_for_a_file_system_without(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    monkeypatch.setattr(Path, "hardlink_to", refusing(errno.ENOSPC))
 
     with pytest.raises(ExecutionError, match="No space left"):
         write_small_file(tmp_path / "f", b"content")

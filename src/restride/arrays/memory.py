@@ -15,7 +15,7 @@ from restride.arrays import _kernel
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["address_of", "allocate", "same_bytes"]
+__all__ = ["address_of", "allocate", "clear", "same_bytes"]
 
 
 def allocate(nbytes: int) -> memoryview:
@@ -30,6 +30,16 @@ def allocate(nbytes: int) -> memoryview:
         return memoryview(mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS))
     except OSError as error:
         raise MemoryError(f"the system gives no {nbytes} bytes ({error.strerror})") from error
+
+
+def clear(memory: memoryview) -> None:
+    """Fill contiguous memory with zeros, without as many zeros beside it.
+
+    Raises:
+        BufferError, TypeError, ValueError: The memory is not contiguous, or must not be written.
+    """
+    if memory.nbytes:
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 0, memory.nbytes)
 
 
 def address_of(memory: ReadableBuffer) -> int:

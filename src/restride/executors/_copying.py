@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from restride.arrays.memory import allocate, same_bytes
+from restride.arrays.memory import allocate, clear, same_bytes
 from restride.arrays.rounding import rounded
 from restride.arrays.strided import copy_strided
 from restride.planning.sharing import is_dense, shared_span, span_nbytes
@@ -173,7 +173,7 @@ def fill_step(
     region = step.region
     main = buffers.main[: step.numel * region.source_dtype.itemsize_nbytes]
     if not step.is_filled:
-        main[:] = bytes(main.nbytes)
+        clear(main)
     for fill in step.fills:
         _read(fill.copies[0][1], main, reader, buffers)
     shared = [fill for fill in step.fills if len(fill.copies) > 1]
