@@ -151,6 +151,16 @@ def test_complex_numbers_differ_by_the_size_of_their_difference():
     assert mixed == alike
 
 
+def test_a_difference_of_complex_singles_may_be_larger_than_any_of_them():
+    largest = complex(3e38, 3e38)
+    a, b = (np.array([value], np.complex64).view(np.uint8) for value in (largest, -largest))
+
+    found = compared(a, b, "complex64")
+
+    assert found.largest == pytest.approx(2 * abs(largest))
+    assert compared(a, b, "complex64", tolerance=Tolerance(2.0)) is None
+
+
 def test_integers_of_two_dtypes_are_compared_where_one_holds_both():
     assert compared(run([-1, 2], "int8"), run([-1, 2], "int64"), "int8", "int64") is None
     found = compared(run([255], "uint8"), run([-1], "int8"), "uint8", "int8")

@@ -121,8 +121,10 @@ def _gaps(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
         high, low = np.maximum(a, b), np.minimum(a, b)
         wide: NDArray[np.uint64] = (high.view(unsigned) - low.view(unsigned)).astype(np.uint64)
         return wide
+    # A difference of singles need not be one.
+    first = a.astype(np.complex128, copy=False) if a.dtype.kind == "c" else a
     with np.errstate(invalid="ignore", over="ignore"):
-        gaps: NDArray[np.float64] = np.abs(a - b).astype(np.float64)
+        gaps: NDArray[np.float64] = np.abs(first - b).astype(np.float64)
     gaps[_equal(a, b)] = 0.0
     gaps[np.isnan(gaps)] = np.inf
     return gaps
