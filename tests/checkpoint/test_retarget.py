@@ -140,10 +140,10 @@ def test_uneven_heads_are_built_again_from_the_cut_alone():
 
 def test_families_that_differ_on_the_new_ranks_are_refused_with_what_decides():
     refused(
-        f"tensor {K.replace('k_proj', 'q_proj')!r}|the cut over 2 ranks leaves open how 4 ranks"
-        " cut it: split evenly, split by heads or chunked rounded up, as for 6 other parameters; "
-        "give the config.json of the model (the names are those of llama, mistral, qwen2 or 3 more"
-        '|[[rules]] match = "model.layers.*.self_attn.q_proj.weight" layout = "column" heads = N',
+        f"tensor {K.replace('k_proj', 'q_proj')!r} and 6 more: the cut over 2 ranks leaves open "
+        "how 4 ranks cut it: split evenly, split by heads or chunked rounded up; give the "
+        "config.json of the model with --config (the names are those of llama, mistral, qwen2 or 3 "
+        "more)",
         llama(2),
         tp=4,
     )
@@ -172,9 +172,8 @@ def test_a_number_of_heads_that_does_not_fit_rules_a_family_out():
 def test_whole_tensors_need_a_model_or_rules():
     refused(
         "CHECKPOINT: the tensors are whole, and nothing in the checkpoint says how 4 ranks cut its "
-        "9 parameters|; give the config.json of the model (the names are those of llama, mistral, "
-        "qwen2 or 3 more), or write a rule"
-        '|[[rules]] match = "model.layers.*.self_attn.q_proj.weight" layout = "column"',
+        "9 parameters|; give the config.json of the model with --config (the names are those of "
+        "llama, mistral, qwen2 or 3 more)",
         llama(1),
         tp=4,
     )
@@ -184,7 +183,7 @@ def test_a_model_that_is_not_known_is_refused_with_the_nearest():
     refused("'lama2'|nearest is 'llama'", llama(1), tp=2, config={"model_type": "lama2"})
     refused(
         "the config does not decide it (there is no preset for model type 'lama2', the nearest is "
-        "'llama')|write a rule: [[rules]] match",
+        "'llama')|write a rule (--rules): [[rules]] match",
         llama(2),
         tp=4,
         config={"model_type": "lama2"},
@@ -336,7 +335,7 @@ def test_a_deviation_that_leaves_several_answers_is_refused_with_the_preset():
 
     refused(
         f"tensor {K!r}: the cut over 4 ranks leaves open how 2 ranks cut it: "
-        "|; the preset llama would have cut it otherwise; write a rule: [[rules]]",
+        "|; the preset llama would have cut it otherwise; write a rule (--rules): [[rules]]",
         catalog_of(cut),
         tp=2,
         config=LLAMA,
@@ -520,7 +519,7 @@ def test_an_even_cut_says_nothing_of_grains():
     )
     unknown = {"model_type": "mine", "num_attention_heads": 64}
 
-    refused("in grains of 64|write a rule", catalog, tp=4, config=unknown)
+    refused("in grains of 64|write a rule (--rules)", catalog, tp=4, config=unknown)
 
     column = rules(("h.*.mlp.up.weight", "column"))
     found = retarget(catalog, tp=4, config=unknown, rules=column).layouts["h.0.mlp.up.weight"]
@@ -569,7 +568,7 @@ def test_names_that_no_preset_knows_are_refused_with_how_a_rule_is_written():
         config=LLAMA,
     )
     refused(
-        "give the config.json of the model (known are|yuan, gpt2), or write a rule",
+        'cut its 1 parameter|; write a rule file|match = "tower.*.wi.weight"',
         catalog_of(whole),
         tp=2,
     )

@@ -261,7 +261,10 @@ def test_a_rule_file_that_is_none_is_refused(checkpoint: Path, content: bytes, w
         (("--tp", "4", "--grain", "0"), "0 is not at least 1"),
         (("--tp", "4", "--config", "none.json"), "none.json: cannot be opened"),
         (("--tp", "4", "--no-plan"), "--no-plan says how the preset"),
-        (("--tp", "4"), "give the config.json of the model (the names are those of codegen)"),
+        (
+            ("--tp", "4"),
+            "give the config.json of the model with --config (the names are those of codegen)",
+        ),
     ],
 )
 def test_a_request_that_cannot_be_met_is_one_sentence(

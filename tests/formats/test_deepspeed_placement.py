@@ -81,7 +81,6 @@ def test_a_parameter_that_nothing_is_said_of_is_refused(info):
         [(4, 3), (4, 3)],
         "nothing in the checkpoint says how 2 tensor-parallel ranks hold shards of (4, 3)",
         "--source-config",
-        "--source-rules",
     )
 
 

@@ -69,7 +69,9 @@ def test_a_config_tells_what_the_engine_would_have_written_down(shared, tmp_path
     path = silent(shared, tmp_path, name)
     config = written(tmp_path, CONFIGS[name])
 
-    with pytest.raises(UnsupportedError, match=r"how 2 .*; give the config.* or --source-rules$"):
+    with pytest.raises(
+        UnsupportedError, match=r"how 2 .*; give the config.* with --source-config$"
+    ):
         api.open(path)
     told = api.open(path, source_config=config)
 

@@ -79,12 +79,12 @@ class Families:
         self._open.setdefault((name_pattern(source.name), source.layout), []).append(source)
         return None
 
-    def require_answers(self, *, why: str = "", advice: str = "") -> None:
+    def require_answers(self, *, why: str = "", remedy: str = "") -> None:
         """Refuse where a parameter has been left without one answer.
 
         Args:
             why: Why nothing else decides.
-            advice: What would decide, beside a rule.
+            remedy: What would decide; a rule, if nothing is said.
 
         Raises:
             RuleError: One has; the error says what may be, and how to decide.
@@ -93,14 +93,14 @@ class Families:
             return
         (pattern, layout), members = next(iter(self._open.items()))
         count = sum(len(sources) for sources in self._open.values())
-        others = f", as for {counted(count - 1, 'other parameter')}" if count > 1 else ""
+        others = f" and {count - 1} more" if count > 1 else ""
         answers = self._answers(layout)
         raise RuleError(
             f"the cut over {layout.rank_count} ranks leaves open how "
             f"{counted(self._mesh.size, 'rank')} "
-            f"cut it: {_in_words(answers)}{others}{self._of_grains()}" + (why and f"; {why}"),
-            where=f"tensor {members[0].name!r}",
-            remedy=(advice and f"{advice}, or ") + f"write a rule: {_rule(pattern, answers)}",
+            f"cut it: {_in_words(answers)}{self._of_grains()}" + (why and f"; {why}"),
+            where=f"tensor {members[0].name!r}{others}",
+            remedy=remedy or f"write a rule (--rules): {_rule(pattern, answers)}",
         )
 
     def _of_grains(self) -> str:

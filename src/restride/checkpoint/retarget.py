@@ -39,7 +39,6 @@ from restride.errors import RuleError
 from restride.frozen import Frozen
 from restride.layouts.presets import (
     how_to_write,
-    known_models,
     matched_layouts,
     name_pattern,
     nearest_models,
@@ -265,7 +264,6 @@ class _Retargeting:
 
     def _nothing_said(self, undecided: Sequence[Source]) -> RuleError:
         names = [source.name for source in undecided]
-        near = _near(names) or f"known are {', '.join(known_models())}"
         example = next((s.name for s in undecided if _is_layer(s)), names[0])
         return RuleError(
             "the tensors are whole, and nothing in the checkpoint says how "
@@ -273,8 +271,7 @@ class _Retargeting:
             "as "
             f"{example!r}",
             where=self._catalog.root,
-            remedy=f"give the config.json of the model ({near}), or "
-            f"{how_to_write(example, layout='column')}",
+            remedy=_give_config(names) or how_to_write(example, layout="column"),
         )
 
     def _require_answers(
@@ -287,9 +284,8 @@ class _Retargeting:
         elif preset is not None:
             families.require_answers(why=f"the {preset.name} would have cut it otherwise")
         else:
-            near = _near([source.name for source in parameters])
-            advice = "give the config.json of the model" + (near and f" ({near})")
-            families.require_answers(advice=advice)
+            names = [source.name for source in parameters]
+            families.require_answers(remedy=_give_config(names))
 
     def _warn_of_fused(self, parameters: Sequence[Source]) -> None:
         """Say once for each kind of fused weight that the target cuts it against its heads."""
@@ -316,9 +312,15 @@ class _Retargeting:
                 )
 
 
-def _near(names: Sequence[str]) -> str:
+def _give_config(names: Sequence[str]) -> str:
+    """What would decide where a preset knows the names; empty where none does."""
     nearest = nearest_models(names)
-    return f"the names are those of {shown_models(nearest)}" if nearest else ""
+    if not nearest:
+        return ""
+    return (
+        "give the config.json of the model with --config (the names are those of "
+        f"{shown_models(nearest)})"
+    )
 
 
 def _names(source: Source) -> tuple[str, ...]:

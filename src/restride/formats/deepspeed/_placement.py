@@ -160,8 +160,7 @@ class Placement:
             f"nothing in the checkpoint says how {self._mesh.size} tensor-parallel ranks "
             f"hold shards of {kinds}",
             where=self._place(name),
-            remedy="give the config.json of the model with --source-config if AutoTP cut it, or "
-            "--source-rules"
+            remedy="give the config.json of the model with --source-config"
             if self._may_be_told
             else f"save it with an affine_map in universal_checkpoint_info, or {ROW_PARALLEL} and "
             f"{REPLICATED}",

@@ -42,17 +42,18 @@ def known_models() -> tuple[str, ...]:
 def find_family(config: Mapping[str, object]) -> Family:
     model_type = config.get("model_type")
     if type(model_type) is not str:
+        found = "" if model_type is None else f", found {model_type!r}"
         raise RuleError(
-            f"the config names no 'model_type', found {model_type!r}",
-            remedy=f"known are {', '.join(FAMILIES)}",
+            f"the config names no 'model_type'{found}",
+            remedy="give the config.json that was saved with the model",
         )
     family = FAMILIES.get(model_type.lower())
     if family is None:
-        near = get_close_matches(model_type.lower(), FAMILIES, n=1, cutoff=0)
+        near = get_close_matches(model_type.lower(), FAMILIES, n=1)
+        nearest = f", the nearest is {near[0]!r}" if near else ""
         raise RuleError(
-            f"there is no preset for model type {model_type!r}, the nearest is {near[0]!r}",
-            remedy=how_to_write("model.layers.0.self_attn.o_proj.weight")
-            + f"; known are {', '.join(FAMILIES)}",
+            f"there is no preset for model type {model_type!r}{nearest}",
+            remedy=how_to_write("model.layers.0.self_attn.o_proj.weight"),
         )
     return family
 

@@ -203,7 +203,7 @@ class ShardCuts:
             if not found
             else f"{what} makes shards of shapes {shown} in {len(found)} ways{ways}",
             where=f"parameter {name!r}",
-            remedy="write a rule that says how the ranks that wrote it cut this parameter",
+            remedy="write a rule that says how the ranks that wrote it cut it (--source-rules)",
         )
 
 
