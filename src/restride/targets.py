@@ -10,7 +10,7 @@ from restride.algebra.coverage import require_covered
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.retarget import Retargeted, retarget, stated_grain
 from restride.errors import CoverageError, RuleError
-from restride.formats.deepspeed._native_cut import on_tensor_ranks, require_said
+from restride.formats.deepspeed._experts.native_cut import on_tensor_ranks, require_said
 from restride.frozen import Frozen
 from restride.storage.model_files import find_model_config, read_model_config, read_rules_file
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from restride import api
 from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
 from restride.formats.deepspeed import read_catalog
-from restride.formats.deepspeed._expert_group_order import same_order
+from restride.formats.deepspeed._experts.group_order import same_order
 from restride.testing.gather import gather_all
 from restride.testing.saved_values import Array, edit_file
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from restride.formats.deepspeed._numbering import Unmatched
-from restride.formats.deepspeed._stage_flat import FlatCutter
-from restride.formats.deepspeed._whole_flat import Place, view_of
+from restride.formats.deepspeed._pipeline.flat import FlatCutter
+from restride.formats.deepspeed._whole.flat import Place, view_of
 from restride.formats.deepspeed._witness import Witness
 from restride.storage.ranges import FilePool
 from restride.storage.torch_zip import open_torch_zip
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from restride.formats.deepspeed._stage_flat import FlatCut
+    from restride.formats.deepspeed._pipeline.flat import FlatCut
 
 Weights = list["NDArray[np.float16]"]
 SEEN: Counter[str] = Counter()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from restride.formats.deepspeed._numbering import Candidate, Matched, Slot, Unmatched, match
-from restride.formats.deepspeed._stage_numbers import LayerShapes, NumberedStage, number_stages
-from restride.formats.deepspeed._stage_proof import Tied, none_can_be_tied
+from restride.formats.deepspeed._pipeline.numbering import LayerShapes, NumberedStage, number_stages
+from restride.formats.deepspeed._pipeline.proof import Tied, none_can_be_tied
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn

@@ -13,7 +13,7 @@ from restride.checkpoint.catalog import TensorEntry
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.training import ModelRank, ParameterGroup, Training
 from restride.errors import UnsupportedError
-from restride.formats.deepspeed._muon_order import in_muon_order
+from restride.formats.deepspeed._writing.muon_order import in_muon_order
 from restride.formats.deepspeed.target import DeepSpeedTarget
 from restride.layouts import replicated, split
 from restride.testing.gather import gather_all

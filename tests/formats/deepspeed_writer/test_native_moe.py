@@ -15,8 +15,12 @@ from restride import api
 from restride.checkpoint.training import ParameterGroup
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed import read_catalog
-from restride.formats.deepspeed._native_target import NativeLayer, PlacedNative, place_native
 from restride.formats.deepspeed._spread import spread_experts
+from restride.formats.deepspeed._writing.native_target import (
+    NativeLayer,
+    PlacedNative,
+    place_native,
+)
 from restride.formats.deepspeed.target import DeepSpeedTarget
 from restride.formats.deepspeed.training import read_training
 from restride.layouts import replicated

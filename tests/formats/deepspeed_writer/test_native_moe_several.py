@@ -19,7 +19,7 @@ from restride.checkpoint.training import ParameterGroup
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed import _hash_order as hash_order
 from restride.formats.deepspeed import read_catalog
-from restride.formats.deepspeed._native_groups import ExpertOrder
+from restride.formats.deepspeed._experts.native_groups import ExpertOrder
 from restride.testing.gather import gather_all
 
 RECORDED = Path(__file__).parents[2] / "data" / "deepspeed_native_moe"

@@ -17,8 +17,8 @@ from restride.algebra.mesh import Mesh
 from restride.checkpoint.training import ParameterGroup
 from restride.errors import RuleError, UnsupportedError
 from restride.formats.deepspeed import read_catalog
-from restride.formats.deepspeed._native_cut import require_said
-from restride.formats.deepspeed._native_groups import ExpertOrder
+from restride.formats.deepspeed._experts.native_cut import require_said
+from restride.formats.deepspeed._experts.native_groups import ExpertOrder
 from restride.formats.deepspeed._rank_blocks import block_of, chained_in_block, in_block
 from restride.formats.deepspeed._spread import spread_cut_experts
 from restride.formats.deepspeed.target import DeepSpeedTarget

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from restride import api
-from restride.formats.deepspeed._partition_methods import balanced_starts, uniform_starts
+from restride.formats.deepspeed._pipeline.partition_methods import balanced_starts, uniform_starts
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.gather import gather_all
 

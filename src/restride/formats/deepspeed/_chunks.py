@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import CorruptError, UnsupportedError
-from restride.formats.deepspeed._expert_ranks import ExpertRanks
+from restride.formats.deepspeed._experts.ranks import ExpertRanks
 from restride.formats.deepspeed._flat import Fragment
 from restride.formats.deepspeed._optimizer import Group
 from restride.formats.deepspeed._partitions import (
@@ -30,7 +30,7 @@ from restride.wording import counted, which
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from restride.formats.deepspeed._expert_files import Expert
+    from restride.formats.deepspeed._experts.files import Expert
     from restride.formats.deepspeed._model import ModelFile, Shapes
     from restride.formats.deepspeed._optimizer import ZeroFile
     from restride.formats.deepspeed._run import Run

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import Constructed, StoredTensor
-from restride.formats.deepspeed._expert_group_order import said_size, same_order
+from restride.formats.deepspeed._experts.group_order import said_size, same_order
 from restride.formats.deepspeed._fields import shown
 from restride.formats.deepspeed._optimizer import CONSUMED_KEYS
-from restride.formats.deepspeed._whole_file import CONSUMED_KEYS as WHOLE_KEYS
+from restride.formats.deepspeed._whole.file import CONSUMED_KEYS as WHOLE_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError
-from restride.formats.deepspeed._expert_ranks import ExpertRanks
+from restride.formats.deepspeed._experts.ranks import ExpertRanks
 from restride.formats.deepspeed._flat import check_partition, fragments_of, lay_out
 from restride.formats.deepspeed._momentum import (
     is_muon,
@@ -25,7 +25,7 @@ from restride.frozen import Frozen
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from restride.formats.deepspeed._expert_files import Expert
+    from restride.formats.deepspeed._experts.files import Expert
     from restride.formats.deepspeed._flat import Fragment, Slot
     from restride.formats.deepspeed._model import ModelFile, Shapes
     from restride.formats.deepspeed._optimizer import Group, ZeroFile

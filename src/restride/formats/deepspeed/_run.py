@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import FileEntry, Finding, Region
 from restride.errors import CorruptError, FormatError
-from restride.formats.deepspeed._expert_group_order import in_one_order
+from restride.formats.deepspeed._experts.group_order import in_one_order
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._files import find_tag, list_files
 from restride.formats.deepspeed._optimizer import read_zero_file
-from restride.formats.deepspeed._pipeline import OpenedModel, agreed, find_grid, read_stages
+from restride.formats.deepspeed._pipeline.stages import OpenedModel, agreed, find_grid, read_stages
 from restride.formats.deepspeed._settings import is_bf16
 from restride.frozen import Frozen
 from restride.wording import which
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._files import OptimizerFile, TagFolder
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._optimizer import ZeroFile
-    from restride.formats.deepspeed._pipeline import Grid
-    from restride.formats.deepspeed._stage_optimizers import StageNames
+    from restride.formats.deepspeed._pipeline.optimizers import StageNames
+    from restride.formats.deepspeed._pipeline.stages import Grid
     from restride.storage.torch_zip import TorchFiles
 
 __all__ = ["FileTable", "Run", "joined_run", "open_run", "open_stages"]

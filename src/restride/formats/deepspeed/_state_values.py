@@ -12,8 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
-from restride.formats.deepspeed import _model, _optimizer, _whole_file
+from restride.formats.deepspeed import _model, _optimizer
 from restride.formats.deepspeed._values import JsonWriter, read_bytes
+from restride.formats.deepspeed._whole import file as _whole_file
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._optimizer import ZeroFile
     from restride.formats.deepspeed._run import Run
     from restride.formats.deepspeed._values import Json
-    from restride.formats.deepspeed._whole import Whole, WholeRank
+    from restride.formats.deepspeed._whole.states import Whole, WholeRank
 
 __all__ = ["read_values"]
 

@@ -10,10 +10,10 @@ from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Finding, StateEntry, TensorEntry
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._chunks import frozen_chunks
-from restride.formats.deepspeed._expert_ranks import ExpertRanks
-from restride.formats.deepspeed._experts import ExpertParameter, second_routers
+from restride.formats.deepspeed._experts.autoep import ExpertParameter, second_routers
+from restride.formats.deepspeed._experts.native import NativeExpert, in_model_order
+from restride.formats.deepspeed._experts.ranks import ExpertRanks
 from restride.formats.deepspeed._model import configured_dtype
-from restride.formats.deepspeed._native_experts import NativeExpert, in_model_order
 from restride.formats.deepspeed._placement import Placement
 from restride.formats.deepspeed._states import (
     FlatLayouts,
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from restride.algebra.layout import Layout, Shape
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import StoredTensor
-    from restride.formats.deepspeed._expert_files import Expert, ExpertFiles
+    from restride.formats.deepspeed._experts.files import Expert, ExpertFiles
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._partitions import FlatCut, Partitions
     from restride.formats.deepspeed._run import Run
-    from restride.formats.deepspeed._whole import Whole
+    from restride.formats.deepspeed._whole.states import Whole
     from restride.formats.deepspeed.told_cut import ToldCut
 
 __all__ = ["read_tensors"]

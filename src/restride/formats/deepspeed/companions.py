@@ -14,8 +14,8 @@ from msgspec import field
 
 from restride.checkpoint.values import Constructed, GlobalName
 from restride.errors import CorruptError
-from restride.formats.deepspeed._experts import read_experts
-from restride.formats.deepspeed._native_cut import names_on_ranks
+from restride.formats.deepspeed._experts.autoep import read_experts
+from restride.formats.deepspeed._experts.native_cut import names_on_ranks
 from restride.formats.deepspeed._patterns import PatternTable
 from restride.formats.deepspeed._placement import (
     AVERAGED,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.training import Training
     from restride.checkpoint.values import Value
-    from restride.formats.deepspeed._experts import ExpertParameter
+    from restride.formats.deepspeed._experts.autoep import ExpertParameter
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._run import Run

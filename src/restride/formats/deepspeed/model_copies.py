@@ -18,11 +18,11 @@ from msgspec.structs import replace
 from restride.checkpoint.selection import select_weights
 from restride.checkpoint.values import OrderedDictValue, SizeValue, StoredTensor
 from restride.errors import CorruptError
-from restride.formats.deepspeed._expert_ranks import ExpertRanks
-from restride.formats.deepspeed._native_cut import on_tensor_ranks
-from restride.formats.deepspeed._native_experts import expert_name
+from restride.formats.deepspeed._experts.native import expert_name
+from restride.formats.deepspeed._experts.native_cut import on_tensor_ranks
+from restride.formats.deepspeed._experts.ranks import ExpertRanks
 from restride.formats.deepspeed._settings import is_round_robin, round_robin_order
-from restride.formats.deepspeed._write_maps import universal_info
+from restride.formats.deepspeed._writing.maps import universal_info
 from restride.storage.torch_output import FileDraft
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.training import Training
     from restride.checkpoint.values import Value
-    from restride.formats.deepspeed._experts import ExpertParameter
+    from restride.formats.deepspeed._experts.autoep import ExpertParameter
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._run import Run

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from restride.checkpoint.catalog import FileEntry, Finding
 from restride.errors import CorruptError, UnsupportedError
-from restride.formats.deepspeed._expert_files import files_written_twice, open_experts
-from restride.formats.deepspeed._expert_ranks import ExpertRanks
+from restride.formats.deepspeed._experts.files import files_written_twice, open_experts
+from restride.formats.deepspeed._experts.ranks import ExpertRanks
 from restride.formats.deepspeed._files import list_files
 from restride.formats.deepspeed._partitions import Partitions
 from restride.formats.deepspeed._run import open_run
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from restride.checkpoint.catalog import TensorEntry
-    from restride.formats.deepspeed._expert_files import Expert
+    from restride.formats.deepspeed._experts.files import Expert
     from restride.formats.deepspeed._run import Run
     from restride.formats.deepspeed._values import Json
     from restride.storage.torch_zip import TorchFiles

@@ -9,25 +9,25 @@ from restride.checkpoint.catalog import Catalog
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._chunks import read_chunks
 from restride.formats.deepspeed._consistency import find_contradictions
-from restride.formats.deepspeed._expert_files import files_written_twice, open_experts
+from restride.formats.deepspeed._experts.files import files_written_twice, open_experts
 from restride.formats.deepspeed._partitions import read_partitions
+from restride.formats.deepspeed._pipeline.tensors import joined_mesh, joined_tensors
 from restride.formats.deepspeed._run import open_stages
-from restride.formats.deepspeed._stages import joined_mesh, joined_tensors
 from restride.formats.deepspeed._state_values import read_values
 from restride.formats.deepspeed._tensors import read_tensors
-from restride.formats.deepspeed._whole import read_whole
-from restride.formats.deepspeed._whole_experts import (
+from restride.formats.deepspeed._whole.experts import (
     ExpertRanks,
     expert_optimizers,
     puts_data_first,
 )
+from restride.formats.deepspeed._whole.states import read_whole
 from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
     from os import PathLike
 
-    from restride.formats.deepspeed._expert_files import Expert, ExpertFiles
+    from restride.formats.deepspeed._experts.files import Expert, ExpertFiles
     from restride.formats.deepspeed._run import Run
     from restride.formats.deepspeed.told_cut import ToldCut
 

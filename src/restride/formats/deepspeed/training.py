@@ -19,16 +19,16 @@ from restride.checkpoint.training import (
 from restride.checkpoint.values import OrderedDictValue, StoredTensor
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed import _model, _optimizer
-from restride.formats.deepspeed._expert_files import open_experts
-from restride.formats.deepspeed._expert_ranks import ExpertRanks
+from restride.formats.deepspeed._experts.files import open_experts
+from restride.formats.deepspeed._experts.ranks import ExpertRanks
 from restride.formats.deepspeed._fields import Field, shown
+from restride.formats.deepspeed._pipeline.groups import merged_groups
 from restride.formats.deepspeed._placement import REPLICATED, ROW_PARALLEL
 from restride.formats.deepspeed._run import joined_run, open_stages
 from restride.formats.deepspeed._settings import group_order, is_round_robin
-from restride.formats.deepspeed._stage_groups import merged_groups
-from restride.formats.deepspeed._training_whole import with_whole_optimizer
-from restride.formats.deepspeed._whole import read_whole
-from restride.formats.deepspeed._whole_experts import find_experts
+from restride.formats.deepspeed._whole.experts import find_experts
+from restride.formats.deepspeed._whole.states import read_whole
+from restride.formats.deepspeed._whole.training import with_whole_optimizer
 from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import Value
-    from restride.formats.deepspeed._expert_files import Expert
+    from restride.formats.deepspeed._experts.files import Expert
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._optimizer import Group, ZeroFile
     from restride.formats.deepspeed._run import Run
-    from restride.formats.deepspeed._whole import Whole
+    from restride.formats.deepspeed._whole.states import Whole
 
 __all__ = ["merged_order", "read_model_training", "read_training"]
 

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 
 from restride.checkpoint.selection import select_weights
 from restride.errors import CorruptError, UnsupportedError
-from restride.formats.deepspeed._elastic import elastic_findings, require_elastic
-from restride.formats.deepspeed._expert_target import place_experts
-from restride.formats.deepspeed._muon_order import in_muon_order
-from restride.formats.deepspeed._write_chunks import write_chunks
-from restride.formats.deepspeed._write_experts import write_expert_files
-from restride.formats.deepspeed._write_findings import findings_of
-from restride.formats.deepspeed._write_model import write_models
-from restride.formats.deepspeed._write_partitions import write_partitions
-from restride.formats.deepspeed._write_pipeline import write_pipeline
-from restride.formats.deepspeed._write_whole import write_whole
-from restride.formats.deepspeed._writing import Writing
+from restride.formats.deepspeed._writing.autoep_target import place_experts
+from restride.formats.deepspeed._writing.chunks import write_chunks
+from restride.formats.deepspeed._writing.elastic import elastic_findings, require_elastic
+from restride.formats.deepspeed._writing.expert_files import write_expert_files
+from restride.formats.deepspeed._writing.findings import findings_of
+from restride.formats.deepspeed._writing.model import write_models
+from restride.formats.deepspeed._writing.muon_order import in_muon_order
+from restride.formats.deepspeed._writing.partitions import write_partitions
+from restride.formats.deepspeed._writing.pipeline import write_pipeline
+from restride.formats.deepspeed._writing.whole import write_whole
+from restride.formats.deepspeed._writing.writing import Writing
 from restride.storage.torch_output import TorchOutput
 
 if TYPE_CHECKING:

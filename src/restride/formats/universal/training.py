@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from restride.checkpoint.training import ParameterGroup
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
-from restride.formats.deepspeed._described_layers import described_pipeline
 from restride.formats.deepspeed._optimizer import CONSUMED_KEYS
+from restride.formats.deepspeed._pipeline.described_layers import described_pipeline
 from restride.formats.deepspeed.model_files import read_model_files
 from restride.formats.deepspeed.training import read_model_training
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state

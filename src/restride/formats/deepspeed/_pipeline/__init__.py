@@ -1,0 +1,1 @@
+"""Pipelines: their layers and stages, read, numbered and cut anew."""

@@ -1,0 +1,1 @@
+"""What the writer puts into each kind of file."""
