@@ -22,8 +22,7 @@ from packaging.tags import platform_tags
 FOLDER = "restride/arrays"
 LIBRARY = "librestride.so"
 # No -march=native: the library chooses among vectors when it runs, on machines not known here.
-# Contracting a product and a sum into one operation is exact: both are integers.
-FLAGS = ("-std=c11", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-fvisibility=hidden")
+FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden")
 
 
 class CustomBuildHook(BuildHookInterface):

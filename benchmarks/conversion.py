@@ -104,7 +104,7 @@ def compiled_limit(folder: Path) -> Path | None:
         return None
     own = Path(__file__).with_name("limit.c")
     kernel = own.parents[1] / "src" / "restride" / "arrays" / "_kernel.c"
-    flags = ["-O3", "-ffp-contract=fast", "-pthread"]
+    flags = ["-O3", "-pthread"]
     command = [compiler, *flags, str(own), str(kernel), "-o", str(folder / "limit")]
     subprocess.run(command, check=True)
     return folder / "limit"

@@ -154,7 +154,7 @@ _HALVES = [
 ]
 _SHARD = {"start_nbytes": 8, "nbytes": 16, "blocks": ["2" * 32], "tensor": "t", "state": "weight"}
 _MANIFEST = {
-    "format": "restride-manifest/1",
+    "format": "restride-manifest/2",
     "version": "1",
     "job": "0" * 32,
     "block_nbytes": 16,

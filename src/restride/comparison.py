@@ -251,7 +251,7 @@ def fingerprint(
     """Take the fingerprint of every array: the same under every sharding, format and budget.
 
     Two arrays with one fingerprint have the same shape, dtype and bits, but for a chance below
-    2^-110 (see `restride.arrays.fingerprint`). It is no protection against forgery.
+    2^-95 (see `restride.arrays.fingerprint`). It is no protection against forgery.
 
     Args:
         path: As for `restride.open`.

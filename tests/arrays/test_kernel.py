@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -14,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from restride.arrays import _kernel
-from restride.arrays.fingerprint import Digester
+from restride.arrays import _kernel, _without_kernel
+from restride.arrays.fingerprint import MODULUS, Digester, block_weights, weights_of_run
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 1 << 18
@@ -29,13 +30,20 @@ def runs(draw):
         0, 256, nbytes + 64, dtype=np.uint8
     )
     if draw(st.booleans()):
-        # The largest sums that there can be, of either sign.
-        largest = draw(st.sampled_from([0x7FFFFFFF, 0x80000000]))
+        largest = draw(st.sampled_from([0x80000000, 0xFFFFFFFF]))
         content[: nbytes // 4 * 4].view("<u4")[:] = largest
     offset = draw(st.integers(0, 63))
     near_an_edge = st.builds(int.__add__, st.sampled_from([BLOCK, 1 << 40]), st.integers(-9, 9))
     start = draw(st.one_of(st.integers(0, 5000), near_an_edge, st.integers(0, 1 << 62)))
     return content[offset : offset + nbytes], start
+
+
+def aligned(numbers):
+    """The same numbers at an address that is a multiple of 64."""
+    memory = np.empty(numbers.size + 8, numbers.dtype)
+    start = -memory.ctypes.data % 64 // 8
+    memory[start : start + numbers.size] = numbers
+    return memory[start : start + numbers.size]
 
 
 @given(run=runs())
@@ -48,11 +56,28 @@ def test_every_width_of_vectors_digests_as_numpy_does(each_way, run):
     assert len(set(digests)) == 1
 
 
-def test_sums_are_as_large_as_they_can_be_and_still_exact(each_way):
-    for word in (0x7FFFFFFF, 0x80000000, 0xFFFFFFFF):
-        content = np.full(BLOCK // 2, word, np.uint32).view(np.uint8)
+def test_the_largest_sums_that_there_can_be_are_exact(kernels, monkeypatch):
+    content = np.full(BLOCK, 0xFF, np.uint8)
+    word, row = 2**24 - 1, 2**54 - 1
+    # Of one block, all of whose words and weights are as large as they can be.
+    total = 256 * 4 * row * (256 * word * (2**32 - 1)) % MODULUS
+    expected = total * sum(block_weights(0)) % MODULUS
+    words, rows = aligned(np.full(1024, word, np.uint64)), aligned(np.full(2048, row, np.uint64))
+    # Limbs of 12 and 14 bits, the last of which has what is left of 54.
+    monkeypatch.setattr(_without_kernel, "_WORD_WEIGHTS", np.full((256, 8), 2.0**12 - 1))
+    limbs = np.repeat([2.0**14 - 1] * 3 + [2.0**12 - 1], 2)
+    monkeypatch.setattr(_without_kernel, "_ROW_WEIGHTS", np.tile(limbs, (1024, 1)))
 
-        assert len(set(each_way(lambda: Digester().digest(content, 0)))) == 1  # noqa: B023
+    slow = _without_kernel.SlowDigester(7).digest(memoryview(content), 0)
+
+    assert slow == expected
+    for kernel in kernels:
+        halves = (ctypes.c_uint64 * 2)()
+        weights = weights_of_run(0, BLOCK)[2]
+        kernel.digest(
+            content.ctypes.data, BLOCK, 0, weights, words.ctypes.data, rows.ctypes.data, halves
+        )
+        assert halves[0] | halves[1] << 64 == expected
 
 
 def test_bytes_around_a_run_are_not_read_into_its_digest(each_way):
@@ -95,12 +120,12 @@ def test_a_library_that_is_missing_broken_foreign_or_of_another_version_is_not_u
 
 @pytest.mark.usefixtures("kernel_file")
 @pytest.mark.parametrize("flags", ["-Ofast", "-ffast-math"])
-def test_a_compiler_that_may_change_the_order_of_sums_is_refused(
+def test_a_compiler_that_changes_how_the_process_computes_is_refused(
     hook, tmp_path, monkeypatch, flags
 ):
     monkeypatch.setenv("CFLAGS", flags)
 
-    with pytest.raises(OSError, match="sums are exact in the order that is written here"):
+    with pytest.raises(OSError, match="would flush denormals in the whole process"):
         hook.compile_kernel(sorted((ROOT / "src/restride/arrays").glob("*.c")), tmp_path / "x.so")
 
 

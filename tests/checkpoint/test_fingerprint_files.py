@@ -40,24 +40,24 @@ def test_that_of_many_tensors_is_read_as_well():
         ("{", "it is no JSON"),
         ('{"tensors": {}}', r"^f.json: \$.format: it is no file of fingerprints"),
         ('{"format": "restride/1"}', "it is no file of fingerprints"),
-        ('{"format": ["restride-fingerprint/1"]}', "it is no file of fingerprints"),
-        ('{"format": "restride-fingerprint/1"}', r"\$.tensors: this should be an object"),
-        ('{"format": "restride-fingerprint/1", "tensors": {}, "x": 1}', r"\$.x: .* not known"),
-        ('{"format": "restride-fingerprint/1", "tensors": {"w": 3}}', r"\$.tensors.w: .* int"),
+        ('{"format": ["restride-fingerprint/2"]}', "it is no file of fingerprints"),
+        ('{"format": "restride-fingerprint/2"}', r"\$.tensors: this should be an object"),
+        ('{"format": "restride-fingerprint/2", "tensors": {}, "x": 1}', r"\$.x: .* not known"),
+        ('{"format": "restride-fingerprint/2", "tensors": {"w": 3}}', r"\$.tensors.w: .* int"),
         (
-            '{"format": "restride-fingerprint/1", "tensors": {"w": {"s": "AB"}}}',
+            '{"format": "restride-fingerprint/2", "tensors": {"w": {"s": "AB"}}}',
             r"\$.tensors.w.s: 'AB' is not 32 hexadecimal digits",
         ),
         (
-            f'{{"format": "restride-fingerprint/1", "tensors": {{"w": {{"s": "{DIGITS}0"}}}}}}',
+            f'{{"format": "restride-fingerprint/2", "tensors": {{"w": {{"s": "{DIGITS}0"}}}}}}',
             "is not 32 hexadecimal digits",
         ),
         (
-            '{"format": "restride-fingerprint/1", "tensors": {"w": {"s": null}}}',
+            '{"format": "restride-fingerprint/2", "tensors": {"w": {"s": null}}}',
             "null is not 32 hexadecimal digits",
         ),
         (
-            '{"format": "restride-fingerprint/1", "tensors": {}, "tensors": {}}',
+            '{"format": "restride-fingerprint/2", "tensors": {}, "tensors": {}}',
             "comes twice",
         ),
     ],
@@ -68,8 +68,8 @@ def test_what_is_no_file_of_fingerprints_is_refused_with_the_place(content, mess
 
 
 def test_a_later_version_is_refused_as_such():
-    with pytest.raises(UnsupportedError, match="this version reads 'restride-fingerprint/1'"):
-        fingerprints_from_json('{"format": "restride-fingerprint/2", "x": 1}', where="f.json")
+    with pytest.raises(UnsupportedError, match="this version reads 'restride-fingerprint/2'"):
+        fingerprints_from_json('{"format": "restride-fingerprint/1", "x": 1}', where="f.json")
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"format": "restride/1"}'])

@@ -90,7 +90,7 @@ def at(*path, to):
 
 FILE = ("files", "model.safetensors")
 REFUSED = [
-    (at("format", to="restride-manifest/2"), UnsupportedError, "restride-manifest/2"),
+    (at("format", to="restride-manifest/1"), UnsupportedError, "restride-manifest/1"),
     (at("format", to="other"), FormatError, r"m: \$.format: it is no manifest"),
     (at("format", to=None), FormatError, "it is no manifest"),
     (at("version", to=1), CorruptError, r"\$.version: .* a text"),
@@ -130,7 +130,7 @@ def test_one_that_was_edited_is_told_from_its_digest():
     with pytest.raises(CorruptError, match="m: it is not as it was written"):
         manifest_from_json(content, where="m")
     with pytest.raises(CorruptError, match="m: it is not as it was written"):
-        manifest_from_json(b'{"format": "restride-manifest/1"}', where="m")
+        manifest_from_json(b'{"format": "restride-manifest/2"}', where="m")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"a": 1, "a": 2}', b"[" * 10**5])

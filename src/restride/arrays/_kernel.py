@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ABI", "FILE_NAME", "KERNEL", "Kernel", "is_available", "load"]
 
-ABI: Final = 7
+ABI: Final = 8
 """What `_kernel.c` must say of itself; both change together."""
 
 FILE_NAME: Final = "librestride.so"

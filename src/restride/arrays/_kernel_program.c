@@ -21,7 +21,7 @@ _Static_assert(sizeof(off_t) == 8, "places in files are numbers of 64 bits");
 #define EXPORT __attribute__((visibility("default")))
 
 void restride_digest(int32_t level, const uint8_t *bytes, int64_t nbytes, int64_t start,
-                     const uint8_t *blocks, const double *words, const double *rows,
+                     const uint8_t *blocks, const uint64_t *words, const uint64_t *rows,
                      uint64_t *total);
 int32_t restride_copy(uint8_t *target, const uint8_t *source, int32_t count, const int64_t *axes,
                       int64_t nbytes);
@@ -30,15 +30,15 @@ int32_t restride_same(const uint8_t *a, const uint8_t *b, int64_t nbytes);
 enum {
     READ = 1, /* descriptor, at, address, nbytes */
     COPY,     /* target, source, nbytes of a run, count, [count][3] loops */
-    WRITE,    /* descriptor, at, address, nbytes, start, blocks, [blocks][16] weights */
+    WRITE,    /* descriptor, at, address, nbytes, start, blocks, [blocks][4] weights */
     MOVE,     /* descriptor, at, descriptor, at, nbytes, buffer, nbytes of it, start, blocks,
-                 [blocks][16] weights */
+                 [blocks][4] weights */
     SAME,     /* address, address, nbytes */
 };
 
 enum {
     BLOCK_NBYTES = 256 << 10, /* of a digest */
-    BLOCK_NUMBERS = 16,       /* that the weights of a block take */
+    BLOCK_NUMBERS = 4,        /* that the weights of a block take */
     /* Linux looks for one run of pages for what one call writes. For a longer one it has to shift
      * pages about first where memory is in use, which takes up to five times the copy; and for a
      * call that starts at no multiple of its size it takes many short ones. */
@@ -50,8 +50,8 @@ typedef unsigned __int128 u128;
 
 typedef struct {
     int32_t level;
-    const double *words;
-    const double *rows;
+    const uint64_t *words;
+    const uint64_t *rows;
 } digester_t;
 
 static int read_all(int64_t descriptor, int64_t at, uint8_t *into, int64_t nbytes) {
@@ -122,7 +122,7 @@ static int move(const digester_t *with, const int64_t *of, uint64_t total[2]) {
  * `totals` is of no use.
  */
 EXPORT int32_t restride_run(int32_t level, const int64_t *program, int64_t count,
-                            const double *words, const double *rows, uint64_t *totals) {
+                            const uint64_t *words, const uint64_t *rows, uint64_t *totals) {
     digester_t with = {level, words, rows};
     const int64_t *at = program, *stop = program + count;
     while (at < stop) {

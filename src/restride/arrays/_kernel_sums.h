@@ -1,87 +1,48 @@
-/* The sums of a block, for vectors of LANES doubles. Included by `_kernel.c` once for each width.
+/* The totals of a block, for vectors of LANES numbers of 64 bits. Included by `_kernel.c` once for each width.
  *
- * Sums stay in registers: a vector holds LANES of the 8 sums of a row, and TILE rows are summed at a
- * time, so that additions need not wait for each other and a weight that was loaded serves TILE words.
- * All numbers are integers that a double holds exactly, see `fingerprint.py`.
+ * A lane sums products of 32 by 24 bits, 256 at most over all lanes, so that none of it is lost; see
+ * `fingerprint.py`. A vector of the row holds pairs of words: MULTIPLY takes the lower halves of its
+ * lanes, which are the even words, and what is shifted has the odd ones there.
  */
-#define VECTORS (SUMS / LANES)
-/* Additions that need not wait for each other, where there are fewer vectors than that takes. */
-#define CHAINS (LANES / 2)
-#define UNROLLED _Pragma("GCC unroll 16")
+typedef uint64_t LEVEL(vector) __attribute__((vector_size(8 * LANES)));
+typedef uint64_t LEVEL(loaded) __attribute__((vector_size(8 * LANES), aligned(1), may_alias));
 
-typedef double LEVEL(vector) __attribute__((vector_size(8 * LANES)));
-
-TARGET static void LEVEL(sum_rows)(const uint8_t *const tile[TILE], const double *weights,
-                                   double *sums) {
+TARGET static inline void LEVEL(sum_row)(const uint8_t *row, const uint64_t *weights,
+                                         uint64_t sums[SUMS]) {
     typedef LEVEL(vector) vector;
-    double words[TILE][CHUNK] __attribute__((aligned(64)));
-    vector held[TILE][VECTORS];
-    UNROLLED for (int row = 0; row < TILE; row++)
-        UNROLLED for (int at = 0; at < VECTORS; at++) held[row][at] = (vector){0};
-    for (int first = 0; first < WORDS; first += CHUNK) {
-        for (int row = 0; row < TILE; row++) {
-            const uint8_t *chunk = tile[row] + 4 * first;
-            /* The same of the next tile: TILE short runs are no pattern that the machine sees. */
-            for (int at = 0; at < 4 * CHUNK; at += 64)
-                __builtin_prefetch(chunk + TILE * ROW_NBYTES + at);
-            for (int place = 0; place < CHUNK; place++) {
-                int32_t word;
-                memcpy(&word, chunk + 4 * place, 4);
-                words[row][place] = word;
-            }
-        }
-        for (int place = 0; place < CHUNK; place++) {
-            const vector *weight = (const vector *)(weights + SUMS * (first + place));
-            UNROLLED for (int row = 0; row < TILE; row++)
-                UNROLLED for (int at = 0; at < VECTORS; at++)
-                    held[row][at] += weight[at] * words[row][place];
+    vector held[SUMS] = {{0}};
+    for (int at = 0; at < PAIRS; at += LANES) {
+        __builtin_prefetch(row + ROW_NBYTES + 8 * at);
+        vector even = *(const LEVEL(loaded) *)(row + 8 * at), odd = even >> 32;
+        _Pragma("GCC unroll 4") for (int sum = 0; sum < SUMS; sum++) {
+            const uint64_t *of_sum = weights + 2 * PAIRS * sum + at;
+            held[sum] += MULTIPLY(even, *(const vector *)of_sum);
+            held[sum] += MULTIPLY(odd, *(const vector *)(of_sum + PAIRS));
         }
     }
-    UNROLLED for (int row = 0; row < TILE; row++)
-        UNROLLED for (int at = 0; at < VECTORS; at++)
-            ((vector *)(sums + SUMS * row))[at] = held[row][at];
-}
-
-TARGET static void LEVEL(sum_block)(const part_t *part, weights_t weights, sums_t *sums) {
-    typedef LEVEL(vector) vector;
-    double by_row[TILE * SUMS] __attribute__((aligned(64)));
-    uint8_t edges[TILE][ROW_NBYTES];
-    const uint8_t *tile[TILE];
-    vector high[CHAINS][VECTORS], low[CHAINS][VECTORS];
-    memset(high, 0, sizeof high);
-    memset(low, 0, sizeof low);
-    int64_t stop = (part->stop + ROW_NBYTES - 1) / ROW_NBYTES;
-    for (int64_t first = part->start / ROW_NBYTES; first < stop; first += TILE) {
-        for (int row = 0; row < TILE; row++) tile[row] = whole_row(part, first + row, edges[row]);
-        LEVEL(sum_rows)(tile, weights.words, by_row);
-        int count = stop - first < TILE ? (int)(stop - first) : TILE;
-        const double *of_rows = weights.rows + SUMS * SUMS * first;
-        for (int place = 0; place < SUMS * count; place += CHAINS)
-            UNROLLED for (int chain = 0; chain < CHAINS; chain++) {
-                /* A sum of 53 bits in two limbs, so that sums of 2048 of them are exact too. */
-                double sum = by_row[place + chain];
-                double above = (sum + SPLITTER) - SPLITTER;
-                double below = sum - above;
-                const vector *weight = (const vector *)(of_rows + SUMS * (place + chain));
-                UNROLLED for (int at = 0; at < VECTORS; at++) {
-                    high[chain][at] += weight[at] * above;
-                    low[chain][at] += weight[at] * below;
-                }
-            }
+    for (int sum = 0; sum < SUMS; sum++) {
+        sums[sum] = 0;
+        for (int lane = 0; lane < LANES; lane++) sums[sum] += held[sum][lane];
     }
-    for (int chain = 1; chain < CHAINS; chain++)
-        for (int at = 0; at < VECTORS; at++) {
-            high[0][at] += high[chain][at];
-            low[0][at] += low[chain][at];
-        }
-    memcpy(sums->high, high[0], sizeof sums->high);
-    memcpy(sums->low, low[0], sizeof sums->low);
 }
 
-#undef CHAINS
+/* Sums of 64 bits times weights of 54 bits, 1024 of them, are below 2^128. */
+TARGET static void LEVEL(sum_block)(const part_t *part, const uint64_t *words, const uint64_t *rows,
+                                    u128 totals[TOTALS]) {
+    uint8_t edge[ROW_NBYTES];
+    uint64_t sums[SUMS];
+    u128 found[TOTALS] = {0};
+    for (int64_t row = part->start / ROW_NBYTES; row * ROW_NBYTES < part->stop; row++) {
+        LEVEL(sum_row)(whole_row(part, row, edge), words, sums);
+        const uint64_t *weights = rows + SUMS * TOTALS * row;
+        for (int sum = 0; sum < SUMS; sum++)
+            for (int total = 0; total < TOTALS; total++)
+                found[total] += (u128)sums[sum] * weights[TOTALS * sum + total];
+    }
+    memcpy(totals, found, sizeof found);
+}
+
 #undef LEVEL
 #undef TARGET
 #undef LANES
-#undef TILE
-#undef VECTORS
-#undef UNROLLED
+#undef MULTIPLY

@@ -14,11 +14,11 @@ import numpy as np
 
 from restride.arrays.fingerprint import (
     BLOCK_NBYTES,
-    LIMB,
     MODULUS,
     ROW_NBYTES,
     ROWS,
     SUMS,
+    TOTALS,
     WORDS,
     block_weights,
     row_weights,
@@ -26,7 +26,7 @@ from restride.arrays.fingerprint import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from _typeshed import ReadableBuffer, WriteableBuffer
     from numpy.typing import NDArray
@@ -34,8 +34,29 @@ if TYPE_CHECKING:
 __all__ = ["SlowDigester", "copy_slowly", "same_bytes"]
 
 _LARGEST_WORD_NBYTES: Final = 8
-_WORD_WEIGHTS: Final = np.asarray(word_weights())
-_ROW_WEIGHTS: Final = np.asarray(row_weights())
+# A word of 32 bits times 12 of a weight, 256 times, is below 2^53; so are 26 bits of a sum times 14
+# of a weight, 1024 times.
+_WORD_LIMBS: Final = (0, 12)
+_SUM_LIMBS: Final = (0, 26)
+_ROW_LIMBS: Final = (0, 14, 28, 42)
+
+
+def _limbs(weights: NDArray[np.uint64], starts: Sequence[int]) -> NDArray[np.float64]:
+    """Columns of weights, cut at some bits: first all that start at the first of them."""
+    width = starts[1] - starts[0]
+    return np.hstack([weights >> start & ((1 << width) - 1) for start in starts]).astype(float)
+
+
+_WORD_WEIGHTS: Final = _limbs(
+    np.asarray(word_weights()).transpose(2, 1, 0).reshape(WORDS, SUMS), _WORD_LIMBS
+)
+_ROW_WEIGHTS: Final = _limbs(np.asarray(row_weights()).reshape(ROWS * SUMS, TOTALS), _ROW_LIMBS)
+# What each number of the product of both counts for: by limb of a sum of rows, and of a weight.
+_SHIFTS: Final = [
+    [of_words + of_sum + of_row for of_row in _ROW_LIMBS]
+    for of_sum in _SUM_LIMBS
+    for of_words in _WORD_LIMBS
+]
 
 
 class SlowDigester:
@@ -44,8 +65,8 @@ class SlowDigester:
     def __init__(self, rows: int) -> None:
         self._words = np.empty((rows, WORDS))
         self._edge = np.zeros(ROW_NBYTES, np.uint8)
-        self._sums = np.empty((ROWS, SUMS))
-        self._limbs = np.empty((2, ROWS * SUMS))
+        self._sums = np.empty((ROWS, len(_WORD_LIMBS) * SUMS))
+        self._limbs = np.empty(len(_SHIFTS) * ROWS * SUMS)
 
     def digest(self, buffer: memoryview, start_nbytes: int) -> int:
         """See `Digester.digest`; at least one byte."""
@@ -56,14 +77,14 @@ class SlowDigester:
             first = block * BLOCK_NBYTES
             low = max(start_nbytes, first)
             high = min(stop_nbytes, first + BLOCK_NBYTES)
-            sums = self._block(content[low - start_nbytes : high - start_nbytes], low - first)
+            totals = self._block(content[low - start_nbytes : high - start_nbytes], low - first)
             total += sum(
-                weight * value for weight, value in zip(block_weights(block), sums, strict=True)
+                weight * value for weight, value in zip(block_weights(block), totals, strict=True)
             )
         return total % MODULUS
 
-    def _block(self, part: NDArray[np.uint8], base: int) -> Iterable[int]:
-        """Sums of one block of which only some bytes, from `base` on, are given."""
+    def _block(self, part: NDArray[np.uint8], base: int) -> list[int]:
+        """Totals of one block of which only some bytes, from `base` on, are given."""
         first = base // ROW_NBYTES
         count = -(-(base + part.nbytes) // ROW_NBYTES) - first
         # Rows of which a part is given stand at the edges; those between are whole.
@@ -73,7 +94,7 @@ class SlowDigester:
             self._sum_edge(part[:head], base % ROW_NBYTES, 0)
         if tail:
             self._sum_edge(part[part.nbytes - tail :], 0, count - 1)
-        rows = part[head : part.nbytes - tail].view("<i4").reshape(-1, WORDS)
+        rows = part[head : part.nbytes - tail].view("<u4").reshape(-1, WORDS)
         place = 1 if head else 0
         for at in range(0, len(rows), len(self._words)):
             some = rows[at : at + len(self._words)]
@@ -81,26 +102,34 @@ class SlowDigester:
             np.copyto(words, some)
             into = self._sums[place + at : place + at + len(some)]
             np.matmul(words, _WORD_WEIGHTS, out=into)
-        return self._sums_of_sums(first, count)
+        return self._totals(first, count)
 
     def _sum_edge(self, part: NDArray[np.uint8], base: int, place: int) -> None:
         """Sums of a row that is zero but for some bytes."""
         self._edge[base : base + part.nbytes] = part
-        np.copyto(self._words[0], self._edge.view("<i4"))
+        np.copyto(self._words[0], self._edge.view("<u4"))
         self._edge[base : base + part.nbytes] = 0
         np.matmul(self._words[:1], _WORD_WEIGHTS, out=self._sums[place : place + 1])
 
-    def _sums_of_sums(self, first: int, count: int) -> Iterable[int]:
-        """Sums of the sums of so many rows of a block, as integers."""
-        sums = self._sums[:count].reshape(-1)
-        high, low = self._limbs[:, : sums.size]
-        np.multiply(sums, 1.0 / LIMB, out=high)
+    def _totals(self, first: int, count: int) -> list[int]:
+        """Totals of the sums of so many rows of a block."""
+        sums = self._sums[:count].reshape(count, len(_WORD_LIMBS), SUMS).swapaxes(0, 1)
+        limbs = self._limbs[: len(_SHIFTS) * count * SUMS]
+        low, high = limbs.reshape(len(_SUM_LIMBS), len(_WORD_LIMBS), count, SUMS)
+        np.multiply(sums, 0.5 ** _SUM_LIMBS[1], out=high)
         np.floor(high, out=high)
-        np.multiply(high, LIMB, out=low)
+        np.multiply(high, 2.0 ** _SUM_LIMBS[1], out=low)
         np.subtract(sums, low, out=low)
         weights = _ROW_WEIGHTS[first * SUMS : (first + count) * SUMS]
-        above, below = (self._limbs[:, : sums.size] @ weights).tolist()
-        return [int(a) * LIMB + int(b) for a, b in zip(above, below, strict=True)]
+        products = (limbs.reshape(len(_SHIFTS), -1) @ weights).reshape(
+            len(_SHIFTS), len(_ROW_LIMBS), TOTALS
+        )
+        totals = [0] * TOTALS
+        for by_row, shifts in zip(products.tolist(), _SHIFTS, strict=True):
+            for values, shift in zip(by_row, shifts, strict=True):
+                for place, value in enumerate(values):
+                    totals[place] += int(value) << shift
+        return totals
 
 
 def copy_slowly(

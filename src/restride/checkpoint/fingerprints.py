@@ -1,4 +1,4 @@
-"""Files of fingerprints (`restride-fingerprint/1`): JSON that `grep` and `diff` work on."""
+"""Files of fingerprints (`restride-fingerprint/2`): JSON that `grep` and `diff` work on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Fingerprints", "fingerprints_from_json", "fingerprints_to_json"]
 
 Fingerprints: TypeAlias = "Mapping[str, Mapping[str, str]]"
 
-_FORMAT: Final = "restride-fingerprint/1"
+_FORMAT: Final = "restride-fingerprint/2"
 _FAMILY: Final = re.compile(r"restride-fingerprint/\d+")
 _DIGITS: Final = re.compile(r"[0-9a-f]{32}")
 _MOST_SHOWN: Final = 80
@@ -43,7 +43,7 @@ def fingerprints_from_json(content: str | bytes, *, where: str) -> Fingerprints:
         UnsupportedError: A later version wrote it.
 
     Examples:
-        >>> text = '{"format": "restride-fingerprint/1", "tensors": {"wte": {"weight": "0a"}}}'
+        >>> text = '{"format": "restride-fingerprint/2", "tensors": {"wte": {"weight": "0a"}}}'
         >>> fingerprints_from_json(text, where="f.json")
         Traceback (most recent call last):
         restride.errors.FormatError: f.json: $.tensors.wte.weight: '0a' is not 32 hexadecimal digits

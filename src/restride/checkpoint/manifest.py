@@ -1,4 +1,4 @@
-"""The manifest of an output (`restride-manifest/1`): what its files hold, and by which digests.
+"""The manifest of an output (`restride-manifest/2`): what its files hold, and by which digests.
 
 It stands beside the files as ``restride.json``. Each file is cut into *parts*: a run that is fixed
 (a header, an index), or one shard of one array. A part has a digest for each of its blocks, counted
@@ -39,7 +39,7 @@ __all__ = [
 
 MANIFEST_NAME: Final = "restride.json"
 
-_FORMAT: Final = "restride-manifest/1"
+_FORMAT: Final = "restride-manifest/2"
 _FAMILY: Final = re.compile(r"restride-manifest/\d+")
 _DIGITS: Final = re.compile(r"[0-9a-f]{32}")
 

@@ -61,7 +61,7 @@ def command(
     """Take fingerprints that are the same under every sharding and format.
 
     One for each tensor and state, over its bits in logical order, its shape and its dtype. Two
-    arrays that differ by accident have the same one with a chance below 2^-110; it is no
+    arrays that differ by accident have the same one with a chance below 2^-95; it is no
     protection against forgery.
     """
     from restride import comparison  # noqa: PLC0415 - help does without

@@ -53,7 +53,7 @@ def describe_job(
         Four small reads of each source file.
     """
     return {
-        "format": "restride-journal/1",
+        "format": "restride-journal/2",
         "what": f"conversion of {catalog.root}",
         "nbytes": plan.total_nbytes,
         "version": package_version(),
