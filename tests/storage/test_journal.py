@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from restride.errors import ExecutionError
-from restride.storage.journal import Journal, read_journal
+from restride.storage.journal import Journal, JournalReader, read_journal
 from restride.testing.faults import failing_files
 
 RECORDS = [{"what": "überall"}, {"region": 0, "digests": ["0f"] * 3}, {"nbytes": 4 << 20}]
@@ -113,6 +113,34 @@ def test_after_a_failure_nothing_is_appended_behind_a_torn_line(tmp_path):
 
     with pytest.raises(ExecutionError, match="cannot be written"):
         journal.append(RECORDS[1:])
+
+
+def test_a_journal_is_closed_once_and_then_takes_nothing(tmp_path):
+    journal = Journal(tmp_path / "journal")
+    journal.close()
+    journal.close()
+    with pytest.raises(ExecutionError, match="cannot be written"):
+        journal.append(RECORDS)
+
+
+def test_a_system_that_writes_a_little_at_a_time_gets_all_of_it(tmp_path, monkeypatch):
+    write_some = os.write
+    monkeypatch.setattr(os, "write", lambda file, left: write_some(file, left[:3]))
+    write(tmp_path / "journal", RECORDS)
+    assert read_journal(tmp_path / "journal") == RECORDS
+
+
+@pytest.mark.parametrize(
+    "open_it", [read_journal, Journal, lambda path: JournalReader(path).read()]
+)
+def test_what_cannot_be_opened_is_an_error_that_names_it(tmp_path, open_it):
+    path = tmp_path / "journal"
+    path.mkdir()
+    with pytest.raises(
+        ExecutionError, match=r"cannot be (read|opened) \(Is a directory\)"
+    ) as error:
+        open_it(path)
+    assert error.value.where == str(path)
 
 
 def test_a_link_in_the_place_of_a_journal_is_not_followed(tmp_path):
