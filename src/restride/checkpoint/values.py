@@ -15,6 +15,8 @@ from msgspec import Struct, field
 from restride.frozen import Frozen
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from restride.checkpoint.dtypes import DType
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "Storage",
     "StoredTensor",
     "Value",
+    "keyed",
 ]
 
 
@@ -128,3 +131,8 @@ Value: TypeAlias = (
     " | dict[Value, Value] | set[Value] | frozenset[Value]"
     " | GlobalName | Constructed | Storage | StoredTensor | None"
 )
+
+
+def keyed(entries: Mapping[str, Value]) -> dict[Value, Value]:
+    """A dict as files have it, in which a key may be any value."""
+    return {key: value for key, value in entries.items()}  # noqa: C416 - the type of the keys

@@ -16,7 +16,7 @@ from restride import api
 from restride.checkpoint.training import ParameterGroup
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._experts.groups import regrouped
-from restride.formats.deepspeed._writing.autoep_target import place_experts
+from restride.formats.deepspeed._writing.experts import place_experts
 from restride.formats.deepspeed._writing.folding import expert_places
 from restride.formats.deepspeed.reader import read_catalog
 from restride.formats.deepspeed.target import DeepSpeedTarget

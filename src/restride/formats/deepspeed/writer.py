@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from restride.checkpoint.selection import select_weights
 from restride.errors import CorruptError, UnsupportedError
-from restride.formats.deepspeed._writing.autoep_target import place_experts
 from restride.formats.deepspeed._writing.chunks import write_chunks
 from restride.formats.deepspeed._writing.elastic import elastic_findings, require_elastic
 from restride.formats.deepspeed._writing.expert_files import write_expert_files
+from restride.formats.deepspeed._writing.experts import place_experts
 from restride.formats.deepspeed._writing.findings import findings_of
 from restride.formats.deepspeed._writing.model import write_models
 from restride.formats.deepspeed._writing.muon_order import in_muon_order

@@ -12,9 +12,8 @@ from msgspec import field
 
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.selection import Selected
-from restride.checkpoint.values import Constructed, GlobalName, StoredTensor
+from restride.checkpoint.values import Constructed, GlobalName, StoredTensor, keyed
 from restride.errors import UnsupportedError
-from restride.formats.deepspeed._writing.writing import keyed
 from restride.formats.deepspeed.companions import read_geometry
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
 from restride.formats.universal._steps import different_steps, shared_step

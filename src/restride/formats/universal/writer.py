@@ -23,6 +23,7 @@ from restride.checkpoint.catalog import Finding
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.selection import Selected
 from restride.checkpoint.soundness import require_sound
+from restride.checkpoint.values import keyed
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._experts.native import expert_name
 from restride.formats.deepspeed._fields import shown
@@ -30,7 +31,6 @@ from restride.formats.deepspeed._pipeline.cut import require_known_ties
 from restride.formats.deepspeed._run import open_run
 from restride.formats.deepspeed._writing.findings import rank_findings
 from restride.formats.deepspeed._writing.native_target import on_one_rank
-from restride.formats.deepspeed._writing.writing import keyed
 from restride.formats.deepspeed.companions import read_companions
 from restride.formats.deepspeed.model_copies import ModelCopies
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from restride.checkpoint.values import keyed
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._experts.groups import regrouped
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._spread import spread_experts
-from restride.formats.deepspeed._writing.folding import model_folding, require_foldable
-from restride.formats.deepspeed._writing.native_target import PlacedNative, place_native
-from restride.formats.deepspeed._writing.writing import keyed
 from restride.formats.deepspeed.expert_settings import any_of, is_data_first
 from restride.formats.deepspeed.maps import MAP_VERSION
 from restride.formats.deepspeed.placements import to_expert_map, to_expert_placement
@@ -24,7 +22,7 @@ from restride.layouts.replicated import replicated
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from restride.algebra.layout import Layout
     from restride.algebra.mesh import Mesh
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._spread import Spread
     from restride.formats.deepspeed.target import DeepSpeedTarget
 
-__all__ = ["ExpertLayer", "Placed", "PlacedExperts", "place_experts"]
+__all__ = ["ExpertLayer", "PlacedExperts", "place_stacked"]
 
 _WEIGHTS: Final = ("w1", "w2", "w3")
 _MATRICES: Final = 3
@@ -145,13 +143,12 @@ class PlacedExperts(Frozen):
         }
 
     def entries(
-        self, rank: int, names: Iterable[str] = (), described: Mapping[Value, Value] | None = None
+        self, rank: int, described: Mapping[Value, Value] | None = None
     ) -> dict[Value, Value]:
         """What the model file of a rank says of the experts.
 
         Args:
             rank: The rank.
-            names: Names in its module.
             described: What `universal_checkpoint_info` says of all parameters, with tensor
                 parallelism.
         """
@@ -169,7 +166,6 @@ class PlacedExperts(Frozen):
                 "expert_parameter_patterns": [_PATTERN],
                 "ds_autoep_layers": layers,
             },
-            **model_folding(self, rank, names),
         }
 
     def _rank_entry(self, layer: ExpertLayer, rank: int) -> dict[str, Value]:
@@ -191,43 +187,22 @@ class PlacedExperts(Frozen):
         }
 
 
-Placed: TypeAlias = PlacedExperts | PlacedNative
-
-
-def place_experts(
-    catalog: Catalog,
-    training: Training,
-    target: DeepSpeedTarget,
-    layouts: Mapping[str, Layout],
-) -> Placed | None:
-    """Place the experts of a checkpoint on the ranks of a target, or return None where it has none.
+def place_stacked(catalog: Catalog, training: Training, target: DeepSpeedTarget) -> PlacedExperts:
+    """Place the layers of experts of a training on the ranks of a target.
 
     Args:
         catalog: What the checkpoint holds.
-        training: What goes with the tensors.
+        training: What goes with the tensors; it has such layers.
         target: The ranks.
-        layouts: How its tensor-parallel ranks hold tensors that are no stacks.
 
     Raises:
         FormatError, CorruptError: What is said of the layers is wrong.
-        UnsupportedError: The target has expert-parallel ranks and the checkpoint no layers of
-            experts that a rank may have a part of; the experts do not divide; or DeepSpeed cannot
-            resume from such a checkpoint.
+        UnsupportedError: The experts do not divide, or DeepSpeed cannot resume from such a
+            checkpoint.
         ExecutionError: A file cannot be read.
     """
-    where = catalog.root
-    if not training.experts:
-        native = place_native(catalog, training, target, layouts)
-        if native is None and target.ep > 1:
-            raise UnsupportedError(
-                "has no layers of experts of AutoEP or of deepspeed.moe.layer.MoE, and "
-                f"{target.ep} expert-parallel ranks are asked for",
-                where=where,
-                remedy="leave out --ep; tensor-parallel ranks cut experts as other weights",
-            )
-        return native
     data_first = is_data_first(training)
-    require_foldable(target, is_data_first=data_first, where=where)
+    _require_foldable(target, is_data_first=data_first, where=catalog.root)
     tensors = {tensor.name: tensor for tensor in catalog.tensors}
     layers = tuple(_layers(training, target, tensors))
     _refuse_frozen(training, target, layers)
@@ -240,6 +215,30 @@ def place_experts(
     aliases = dict(_aliases(catalog, training, layers, tensors))
     stored = tuple(_stored(layers, placed))
     return PlacedExperts(layers, placed, stored, spread, target, aliases, training.described)
+
+
+def _require_foldable(target: DeepSpeedTarget, *, is_data_first: bool, where: str) -> None:
+    """Refuse what the engine does.
+
+    deepspeed 0.19.8 `module_inject/auto_ep_folding.py`, `validate_folding_global`.
+
+    """
+    if target.tp == 1:
+        return
+    if target.ep == 1:
+        raise UnsupportedError(
+            f"has experts of AutoEP, which {target.tp} tensor-parallel ranks need expert-parallel "
+            "ones for",
+            where=where,
+            remedy="choose --ep 2 or more, or --tp 1",
+        )
+    if is_data_first:
+        raise UnsupportedError(
+            "is of a run with use_data_before_expert_parallelism, which DeepSpeed does not take "
+            "with AutoEP on tensor-parallel ranks",
+            where=where,
+            remedy="choose --tp 1",
+        )
 
 
 def _stored(

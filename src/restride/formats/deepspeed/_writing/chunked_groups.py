@@ -6,9 +6,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from restride.algebra.mesh import Mesh
+from restride.checkpoint.values import keyed
 from restride.formats.deepspeed._sub_groups import sub_groups
 from restride.formats.deepspeed._writing.groups import scalar_states, states_of
-from restride.formats.deepspeed._writing.writing import FP32, keyed, optimizer_key
+from restride.formats.deepspeed._writing.writing import FP32, optimizer_key
 from restride.layouts.flat import flat_chunks
 from restride.layouts.replicated import replicated
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Finding
-from restride.checkpoint.values import Constructed, GlobalName, SizeValue
+from restride.checkpoint.values import Constructed, GlobalName, SizeValue, keyed
 from restride.formats.deepspeed._settings import zero_setting
 from restride.formats.deepspeed._spread import spread_dense
 from restride.formats.deepspeed._sub_groups import DEFAULT_SUB_GROUP_NUMEL
@@ -25,11 +25,10 @@ from restride.formats.deepspeed._writing.chunked_groups import ChunkedGroup, chu
 from restride.formats.deepspeed._writing.folding import optimizer_folding
 from restride.formats.deepspeed._writing.model import (
     common_entries,
-    module_names,
+    expert_entries,
     module_of,
     ordered,
 )
-from restride.formats.deepspeed._writing.writing import keyed
 from restride.layouts.replicated import replicated
 from restride.storage.torch_output import FileDraft
 
@@ -129,9 +128,8 @@ class _ModelFiles:
             ],
             **self._frozen_entries(draft, dp, tp),
             **common_entries(writing, source, tp),
+            **expert_entries(writing, rank),
         }
-        if writing.experts is not None:
-            entries |= writing.experts.entries(rank, module_names(writing), writing.universal_info)
         if dp:  # the first rank of all speaks for them
             entries["shared_params"] = {}
         alike = ("model", not dp, *_kind(writing, dp, tp))

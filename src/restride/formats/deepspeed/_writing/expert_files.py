@@ -18,7 +18,7 @@ from restride.storage.torch_output import FileDraft
 
 if TYPE_CHECKING:
     from restride.checkpoint.values import Value
-    from restride.formats.deepspeed._writing.autoep_target import Placed
+    from restride.formats.deepspeed._writing.experts import Placed
     from restride.formats.deepspeed._writing.writing import Writing
     from restride.formats.deepspeed.target import DeepSpeedTarget
 

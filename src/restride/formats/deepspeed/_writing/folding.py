@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from restride.errors import UnsupportedError
 from restride.formats.deepspeed._writing.native_target import PlacedNative
 
 if TYPE_CHECKING:
@@ -17,9 +16,8 @@ if TYPE_CHECKING:
 
     from restride.checkpoint.training import Training
     from restride.checkpoint.values import Value
-    from restride.formats.deepspeed._writing.autoep_target import Placed
+    from restride.formats.deepspeed._writing.experts import Placed
     from restride.formats.deepspeed._writing.writing import Writing
-    from restride.formats.deepspeed.target import DeepSpeedTarget
 
 __all__ = [
     "FOLDING",
@@ -27,7 +25,6 @@ __all__ = [
     "expert_places",
     "model_folding",
     "optimizer_folding",
-    "require_foldable",
 ]
 
 FOLDING: Final = "folding"
@@ -35,34 +32,8 @@ _VERSION: Final = 1
 _PARTITIONED_WEIGHTS: Final = 3
 
 
-def require_foldable(target: DeepSpeedTarget, *, is_data_first: bool, where: str) -> None:
-    """Refuse what the engine does.
-
-    deepspeed 0.19.8 `module_inject/auto_ep_folding.py`, `validate_folding_global`.
-
-    Raises:
-        UnsupportedError: The target has tensor-parallel ranks that AutoEP cannot fold.
-    """
-    if target.tp == 1:
-        return
-    if target.ep == 1:
-        raise UnsupportedError(
-            f"has experts of AutoEP, which {target.tp} tensor-parallel ranks need expert-parallel "
-            "ones for",
-            where=where,
-            remedy="choose --ep 2 or more, or --tp 1",
-        )
-    if is_data_first:
-        raise UnsupportedError(
-            "is of a run with use_data_before_expert_parallelism, which DeepSpeed does not take "
-            "with AutoEP on tensor-parallel ranks",
-            where=where,
-            remedy="choose --tp 1",
-        )
-
-
 def model_folding(placed: Placed, rank: int, names: Iterable[str]) -> dict[Value, Value]:
-    """What a model file says: nothing without tensor parallelism.
+    """What a model file says: nothing where no experts fold other ranks.
 
     Args:
         placed: The experts.
@@ -70,7 +41,7 @@ def model_folding(placed: Placed, rank: int, names: Iterable[str]) -> dict[Value
         names: Names in its module.
     """
     target = placed.target
-    if target.tp == 1:
+    if not _is_folded(placed):
         return {}
     families: dict[Value, Value] = {name: _family(name, is_model=True) for name in names}
     own = _entry(placed, rank, "dense", "dense_dp", rank // target.tp, target.dp)

@@ -6,9 +6,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from restride.checkpoint.values import StoredTensor
+from restride.checkpoint.values import StoredTensor, keyed
 from restride.errors import CorruptError, UnsupportedError
-from restride.formats.deepspeed._writing.writing import FP32, WEIGHT, keyed
+from restride.formats.deepspeed._writing.writing import FP32, WEIGHT
 from restride.layouts.replicated import replicated
 from restride.storage.ranges import FilePool
 

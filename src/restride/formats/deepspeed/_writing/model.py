@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from restride.checkpoint.values import OrderedDictValue, SizeValue
+from restride.checkpoint.values import OrderedDictValue, SizeValue, keyed
 from restride.formats.deepspeed._settings import round_robin_order
-from restride.formats.deepspeed._writing.writing import keyed
+from restride.formats.deepspeed._writing.folding import model_folding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "common_entries",
+    "expert_entries",
     "flat_members",
-    "module_names",
     "module_of",
     "ordered",
     "said_by",
@@ -83,11 +83,8 @@ def write_models(writing: Writing) -> None:
             if frozen is None
             else ordered({name: made[name] for name in frozen}),
             **common_entries(writing, rank, tp),
+            **expert_entries(writing, writing.target.rank(0, tp)),
         }
-        if writing.experts is not None:
-            entries |= writing.experts.entries(
-                writing.target.rank(0, tp), module_names(writing), writing.universal_info
-            )
         writing.output.add(draft, entries, alike=_kind(writing, rank, tp))
 
 
@@ -108,7 +105,7 @@ def _kind(writing: Writing, rank: ModelRank, tp: int) -> Hashable:
     return ("model", tells_of_shared, *said_by(rank))
 
 
-def module_names(writing: Writing) -> list[str]:
+def _module_names(writing: Writing) -> list[str]:
     """Names of the tensors that a model file has in its module."""
     second = writing.experts.aliases if writing.experts is not None else {}
     known = {name for own in writing.tensors.values() for name in (own.name, *own.aliases)}
@@ -179,6 +176,17 @@ def common_entries(writing: Writing, rank: ModelRank, tp: int) -> dict[Value, Va
     if writing.universal_info is not None:
         entries["universal_checkpoint_info"] = writing.universal_info
     return {**entries, **keyed(rank.values)}
+
+
+def expert_entries(writing: Writing, rank: int) -> dict[Value, Value]:
+    """What the model file of a rank says of experts, where there are any."""
+    placed = writing.experts
+    if placed is None:
+        return {}
+    return {
+        **placed.entries(rank, writing.universal_info),
+        **model_folding(placed, rank, _module_names(writing)),
+    }
 
 
 def flat_members(

@@ -27,7 +27,7 @@ from restride.frozen import Frozen
 from restride.layouts.replicated import replicated
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from restride.algebra.layout import Layout
     from restride.checkpoint.catalog import Catalog, TensorEntry
@@ -130,7 +130,6 @@ class PlacedNative(Frozen):
     def entries(
         self,
         rank: int,  # noqa: ARG002 - as for AutoEP
-        names: Iterable[str] = (),  # noqa: ARG002
         described: Mapping[Value, Value] | None = None,  # noqa: ARG002
     ) -> dict[Value, Value]:
         """What the model file of a rank says of the experts."""

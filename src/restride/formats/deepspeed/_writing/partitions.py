@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from restride.algebra.layout import Layout
 from restride.algebra.mesh import Mesh
-from restride.checkpoint.values import Constructed, GlobalName
+from restride.checkpoint.values import Constructed, GlobalName, keyed
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._momentum import copies_layout, states_kept_whole
 from restride.formats.deepspeed._settings import parameter_alignment
@@ -27,7 +27,7 @@ from restride.formats.deepspeed._writing.groups import (
     states_of,
 )
 from restride.formats.deepspeed._writing.model import flat_members, ordered, said_by
-from restride.formats.deepspeed._writing.writing import FP32, keyed, optimizer_key
+from restride.formats.deepspeed._writing.writing import FP32, optimizer_key
 from restride.frozen import Frozen
 from restride.layouts.flat import FlatGroup, zero_group
 

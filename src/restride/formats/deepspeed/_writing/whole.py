@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Finding
-from restride.checkpoint.values import StoredTensor
+from restride.checkpoint.values import StoredTensor, keyed
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._loss_scaler import entries_of_scaler
 from restride.formats.deepspeed._settings import is_bf16, is_enabled
 from restride.formats.deepspeed._writing.folding import expert_folding, expert_places
 from restride.formats.deepspeed._writing.groups import scalar_states, states_of
-from restride.formats.deepspeed._writing.model import common_entries, module_names, module_of
-from restride.formats.deepspeed._writing.writing import FP32, WEIGHT, keyed, optimizer_key
+from restride.formats.deepspeed._writing.model import common_entries, expert_entries, module_of
+from restride.formats.deepspeed._writing.writing import FP32, WEIGHT, optimizer_key
 from restride.formats.deepspeed.target import DeepSpeedTarget
 from restride.frozen import Frozen
 from restride.layouts.lifting import repeated
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from restride.algebra.layout import Shape
     from restride.checkpoint.training import ParameterGroup
     from restride.checkpoint.values import Value
-    from restride.formats.deepspeed._writing.autoep_target import Placed
+    from restride.formats.deepspeed._writing.experts import Placed
     from restride.formats.deepspeed._writing.writing import Writing
     from restride.storage.torch_output import OutputArray
 
@@ -142,9 +142,8 @@ def _add_model(
         **common_entries(writing, rank, tp),
         "shared_params": None,
         "optimizer": optimizer.state(),
+        **expert_entries(writing, tp),
     }
-    if writing.experts is not None:
-        entries |= writing.experts.entries(tp, module_names(writing), writing.universal_info)
     writing.output.add(draft, entries)
 
 

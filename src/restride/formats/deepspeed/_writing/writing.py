@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from restride.checkpoint.values import Value
     from restride.formats.deepspeed._pipeline.place import StagePlace
     from restride.formats.deepspeed._spread import Spread
-    from restride.formats.deepspeed._writing.autoep_target import Placed
+    from restride.formats.deepspeed._writing.experts import Placed
     from restride.formats.deepspeed.target import DeepSpeedTarget
     from restride.storage.torch_output import OutputArray, TorchOutput
 
-__all__ = ["FP32", "WEIGHT", "Writing", "config_of", "keyed", "optimizer_key"]
+__all__ = ["FP32", "WEIGHT", "Writing", "config_of", "optimizer_key"]
 
 WEIGHT = "weight"
 FP32 = "fp32"
@@ -287,11 +287,6 @@ def config_of(training: Training) -> Field | None:
     first = training.ranks[0]
     stored = first.values.get("ds_config")
     return None if stored is None else Field(stored, f"{first.where}: ds_config")
-
-
-def keyed(entries: Mapping[str, Value]) -> dict[Value, Value]:
-    """A dict as files have it, in which a key may be any value."""
-    return {key: value for key, value in entries.items()}  # noqa: C416 - the type of the keys
 
 
 def optimizer_key(state: str) -> str:
