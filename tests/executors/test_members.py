@@ -193,6 +193,7 @@ def test_an_end_that_was_told_to_an_earlier_leader_does_not_count(other):
     with other.works():
         other.look()
         assert state_of(member) == (False, False, False)
+        other.end("before")
         other.note({"finished": {"word": "now", "read_nbytes": "no number", "resumed_nbytes": 1}})
         other.look()
         assert not member.is_sound
@@ -246,6 +247,7 @@ def test_only_what_a_process_says_of_the_failure_of_this_life_counts(other):
 
 
 def test_a_hello_is_answered_once_with_the_run(other):
+    other.member.journal_path.unlink()
     assert other.look() == ""
     assert not other.member.has_joined
     other.say("a")
@@ -317,7 +319,26 @@ def test_who_holds_its_lock_is_there_whatever_it_said_and_missing_once_it_lets_g
     assert member.missing_since == clock.seconds - 1
 
 
+def test_what_is_noted_between_two_looks_at_the_end_is_seen(other, monkeypatch):
+    """A process may note its last blocks and end after its journal was read."""
+    other.say("a")
+    with other.works():
+        other.look()
+
+    def ends(_):
+        other.claim(*OWN)
+        return False
+
+    monkeypatch.setattr(members, "is_held", ends)
+
+    assert other.look() == ""  # it has done all there was
+    assert (other.member.left_nbytes, other.member.is_complete) == (0, True)
+
+
 def test_who_was_answered_has_time_to_take_its_lock(other, clock):
+    for _ in range(3):  # nobody is there, and the lock does not change
+        clock.seconds += 9
+        other.look()
     other.say("a")
     other.look()
     for _ in range(2):

@@ -185,7 +185,7 @@ class Member:
         self._was_held = self._was_held or held is True
         # A lock that was seen to be held is one that works between the two machines.
         is_free = held is False and self._was_held
-        is_gone = not held and (is_free or self.failure is not None or silent > _SILENT_SECONDS)
+        is_gone = is_free or self.failure is not None or silent > _SILENT_SECONDS
         # Who was answered by an earlier process 0 holds its lock too, and may be at work.
         self.is_missing = not held and (not self.has_joined or is_gone or self._has_finished)
         if self.is_missing and not was_missing:
