@@ -65,6 +65,11 @@ _TARGETS = {
     "resume": _Target("fuzz_checkpoints", share=2, is_guided=False),
     "team": _Target("fuzz_outputs", share=2, is_guided=False),
     "casts": _Target("fuzz_outputs", is_guided=False),
+    "differences": _Target("fuzz_answers", is_guided=False),
+    "digests": _Target("fuzz_answers", is_guided=False),
+    "kept": _Target("fuzz_files", is_guided=False),
+    "sharded": _Target("fuzz_files", is_guided=False),
+    "drifted": _Target("fuzz_drift", is_guided=False),
     "commands": _Target("fuzz_commands", share=2, is_guided=False),
     "layouts": _Target("fuzz_planner", share=2),
     "numbers": _Target("fuzz_planner", share=2),
@@ -200,6 +205,12 @@ def _seeds(target: str) -> list[bytes]:
         found = module.checkpoint_seeds()
     elif module.__name__ == "fuzz_outputs":
         found = module.output_seeds()
+    elif module.__name__ == "fuzz_answers":
+        found = module.answer_seeds()
+    elif module.__name__ == "fuzz_files":
+        found = module.file_seeds()
+    elif module.__name__ == "fuzz_drift":
+        found = module.drift_seeds()
     elif module.__name__ == "fuzz_commands":
         found = module.command_seeds()
     elif target == "document":

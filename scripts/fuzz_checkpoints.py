@@ -58,6 +58,16 @@ _NAMES = (
     *("a/fp32", "b\nc", "*", "[ab]", "(", "tied_modules.x.y", "0.weight", "latest", " ", "\x1b[2J"),
 )
 _BUDGETS = (None, 1 << 20, 1 << 18)
+# What is asked for now and then: most checkpoints have no experts, and no stages.
+_RARE: dict[str, tuple[Any, ...]] = {
+    "ep": (1, 2, 3, 4),
+    "pp": (1, 2, 3),
+    "pp_layers": ("uniform", "parameters", (1, 2), (2, 1, 1), (0, 9)),
+    "plan": (False, True),
+    "optimizer_transform": (False, True),
+    "zero_init": (False, True),
+    "grain": (1, 2, 64),
+}
 _CHANGES = (0, 1, 1, 1, 2, 4)
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made in it, to spare the disk
 
@@ -303,7 +313,8 @@ def _options(random: Random) -> dict[str, Any]:
         return {"to": "universal", "stage": random.choice((None, 1, 3)), "replicas": replicas}
     ranks = {key: random.choice((None, 1, 2, 3)) for key in ("tp", "dp")}
     zero = random.choice((None, None, 0, 1, 2, 3))
-    return {"to": "deepspeed", "zero": zero, "replicas": replicas, **ranks}
+    wanted = {"to": "deepspeed", "zero": zero, "replicas": replicas, **ranks}
+    return {**wanted, **{k: random.choice(v) for k, v in _RARE.items() if not random.randrange(8)}}
 
 
 def _require_same(root: Path, out: Path, options: dict[str, Any]) -> None:
