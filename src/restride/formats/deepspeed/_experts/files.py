@@ -15,11 +15,8 @@ from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._experts.autoep import ExpertParameter, read_experts
 from restride.formats.deepspeed._experts.group_order import said_rank_counts
-from restride.formats.deepspeed._experts.native import (
-    NativeExpert,
-    is_native,
-    native_experts,
-)
+from restride.formats.deepspeed._experts.native import NativeExpert, is_native
+from restride.formats.deepspeed._experts.native_layers import native_experts
 from restride.wording import which
 
 if TYPE_CHECKING:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._experts.group_order import said_size
+from restride.formats.deepspeed._experts.native import expert_name
 from restride.formats.deepspeed.expert_settings import any_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from restride.algebra.layout import Shape
+    from restride.formats.deepspeed._experts.native import NativeLayer
     from restride.formats.deepspeed._run import Run
 
 __all__ = ["rank_counts"]
@@ -27,38 +28,19 @@ __all__ = ["rank_counts"]
 _MOST_WAYS: Final = 1 << 12
 
 
-class _Layer(Protocol):
-    """What the files of a layer's experts say of it."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def prefix(self) -> str: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def shapes(self) -> Mapping[str, Shape]: ...
-
-
-def rank_counts(
-    run: Run,
-    layers: Sequence[_Layer],
-    said: Sequence[int],
-    place: Callable[[str], tuple[str, int, str] | None],
-) -> dict[int, int]:
+def rank_counts(run: Run, layers: Sequence[NativeLayer], said: Sequence[int]) -> dict[int, int]:
     """Count the ranks that share the experts of each layer, by its number.
 
     Args:
         run: The files.
         layers: The layers.
         said: Numbers of ranks that groups of the optimizer name.
-        place: Splits the name of an expert's tensor: prefix of the layer, number on its rank, rest.
 
     Raises:
         CorruptError: What the first rank lists of a layer is another part of it.
         UnsupportedError: Groups name several numbers, and nothing tells which is that of a layer.
     """
-    held = _held(run, place)
+    held = _held(run)
     if len(said) > 1 and run.models[0].param_shapes is None:
         return _by_size(run, layers, said)
     found: dict[int, int] = {}
@@ -78,17 +60,17 @@ def rank_counts(
     return found
 
 
-def _held(run: Run, place: Callable[[str], tuple[str, int, str] | None]) -> dict[str, int]:
+def _held(run: Run) -> dict[str, int]:
     """How many experts of each layer the first rank trains, by what their names begin with."""
     held: dict[str, int] = {}
     for group in run.models[0].param_shapes or ():
-        for parts in map(place, group):
+        for parts in map(expert_name, group):
             if parts is not None:
                 held[parts[0]] = max(held.get(parts[0], 0), parts[1] + 1)
     return held
 
 
-def _by_size(run: Run, layers: Sequence[_Layer], said: Sequence[int]) -> dict[int, int]:
+def _by_size(run: Run, layers: Sequence[NativeLayer], said: Sequence[int]) -> dict[int, int]:
     """Which number each layer has, by the sizes of the groups of the first rank."""
     sizes, are_flat = _sizes(run)
     measures = [_measure(run, layer, are_flat=are_flat) for layer in layers]
@@ -103,7 +85,7 @@ def _by_size(run: Run, layers: Sequence[_Layer], said: Sequence[int]) -> dict[in
 
 
 def _totals(
-    layers: Sequence[_Layer], way: Iterable[int], measures: Sequence[int]
+    layers: Sequence[NativeLayer], way: Iterable[int], measures: Sequence[int]
 ) -> dict[int, int]:
     totals: dict[int, int] = {}
     for layer, size, measure in zip(layers, way, measures, strict=True):
@@ -111,7 +93,7 @@ def _totals(
     return totals
 
 
-def _measure(run: Run, layer: _Layer, *, are_flat: bool) -> int:
+def _measure(run: Run, layer: NativeLayer, *, are_flat: bool) -> int:
     """Elements of one expert where groups are flat, else its tensors."""
     buffers = run.models[0].buffer_names
     shapes = [
@@ -139,7 +121,7 @@ def _sizes(run: Run) -> tuple[dict[int, int], bool]:
     return sizes, flats is not None
 
 
-def _unknown(run: Run, layer: _Layer, said: Sequence[int]) -> UnsupportedError:
+def _unknown(run: Run, layer: NativeLayer, said: Sequence[int]) -> UnsupportedError:
     return UnsupportedError(
         f"has layers with experts on {any_of(said)} ranks, and nothing tells on how many those of "
         f"layer {layer.number} are",
