@@ -61,11 +61,6 @@ class Field(Frozen):
         return f"{outer}[{self.step!r}]"
 
     @property
-    def is_none(self) -> bool:
-        """Whether the value is None: written, but absent."""
-        return self.value is None
-
-    @property
     def is_mapping(self) -> bool:
         """Whether the value is a dict, or an object of a class that is one."""
         value = self.value
