@@ -1,1 +1,1 @@
-"""formats."""
+"""One package for each format, all of them behind one door: `_registry`."""

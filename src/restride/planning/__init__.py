@@ -1,1 +1,1 @@
-"""planning."""
+"""What moves, decided before the first byte does: transfers, steps, and the memory they take."""
