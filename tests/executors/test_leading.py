@@ -134,6 +134,7 @@ def test_a_process_that_is_done_while_the_first_looks_elsewhere_is_waited_for_no
     host.wait(unexpected)
 
     assert host._progress.skipped == [(0, "(waiting for process 1 of 2)")]
+    member.looks = [{"claimed_nbytes": 5}]
     assert not look(host)  # who comes now finds the output
 
 
@@ -236,6 +237,7 @@ def test_the_time_counts_from_when_the_others_could_begin(host_of, clock):
     team = Team("run", ((0, 0), (0, 0), (0, 0)))
     ledger = SimpleNamespace(left_nbytes=lambda _: 5)
     host.open(team, ledger)
+    assert [(m.number, m.total_nbytes) for m in host.members] == [(1, 5)]
     clock.seconds += WAIT
     require_nobody_lost(host)
     host._members = [Other(1)]
