@@ -161,6 +161,20 @@ def test_a_difference_of_complex_singles_may_be_larger_than_any_of_them():
     assert compared(a, b, "complex64", tolerance=Tolerance(2.0)) is None
 
 
+@pytest.mark.parametrize("names", [("complex64",) * 2, ("complex64", "complex128")])
+@pytest.mark.parametrize("tolerance", [EXACT, Tolerance(0.5)])
+def test_a_nan_that_signals_is_compared_in_silence(names, tolerance):
+    signalling = np.array([0x7F800001, 0, 0x3F800000, 0], np.uint32)
+    other = np.ones(2, names[1])
+
+    found = [
+        compared(signalling.view(np.uint8), other.view(np.uint8), *names, tolerance),
+        compared(other.view(np.uint8), signalling.view(np.uint8), *names[::-1], tolerance),
+    ]
+
+    assert [(one.different_numel, one.largest) for one in found] == [(1, math.inf)] * 2
+
+
 def test_integers_of_two_dtypes_are_compared_where_one_holds_both():
     assert compared(run([-1, 2], "int8"), run([-1, 2], "int64"), "int8", "int64") is None
     found = compared(run([255], "uint8"), run([-1], "int8"), "uint8", "int8")

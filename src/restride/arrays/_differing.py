@@ -50,6 +50,16 @@ def _compare_slice(
     dtypes: tuple[KindedDType, KindedDType],
     tolerance: Tolerance,
 ) -> Difference | None:
+    # A NaN that signals does so in every conversion and difference.
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _compare_values(parts, dtypes, tolerance)
+
+
+def _compare_values(
+    parts: tuple[NDArray[np.uint8], NDArray[np.uint8]],
+    dtypes: tuple[KindedDType, KindedDType],
+    tolerance: Tolerance,
+) -> Difference | None:
     common = None if dtypes[0].name == dtypes[1].name else common_dtype(*dtypes)
     a, b = (_values(part, dtype, common) for part, dtype in zip(parts, dtypes, strict=True))
     if common is None:
@@ -62,10 +72,9 @@ def _compare_slice(
     gaps = _gaps(a[is_different], b[is_different])
     if not tolerance.is_exact:
         size = np.abs(b[is_different].astype(np.complex128 if b.dtype.kind == "c" else np.float64))
-        with np.errstate(invalid="ignore", over="ignore"):
-            allowed = tolerance.atol + tolerance.rtol * size
-            # A number is infinitely far from infinity and from NaN, whatever is allowed.
-            is_near = (gaps == 0) | ((gaps <= allowed) & np.isfinite(gaps))
+        allowed = tolerance.atol + tolerance.rtol * size
+        # A number is infinitely far from infinity and from NaN, whatever is allowed.
+        is_near = (gaps == 0) | ((gaps <= allowed) & np.isfinite(gaps))
         is_different[is_different] = ~is_near
         gaps = gaps[~is_near]
     if not gaps.size:
@@ -123,8 +132,7 @@ def _gaps(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
         return wide
     # A difference of singles need not be one.
     first = a.astype(np.complex128, copy=False) if a.dtype.kind == "c" else a
-    with np.errstate(invalid="ignore", over="ignore"):
-        gaps: NDArray[np.float64] = np.abs(first - b).astype(np.float64)
+    gaps: NDArray[np.float64] = np.abs(first - b).astype(np.float64)
     gaps[_equal(a, b)] = 0.0
     gaps[np.isnan(gaps)] = np.inf
     return gaps
