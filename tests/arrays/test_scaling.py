@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from restride.algebra.scales import is_rounded_once
-from restride.arrays.scaling import SCALABLE, scaled_once
+from restride.algebra.scales import SCALABLE, is_rounded_once
+from restride.arrays.scaling import scaled_once
 from restride.checkpoint.dtypes import DTYPES
 from restride.testing.rounding import nearest_bits, value_of
 

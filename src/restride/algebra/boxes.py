@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from restride.algebra.layout import Shape
 
-__all__ = ["Box", "BoxCutter", "BoxWalk", "merge_boxes"]
+__all__ = ["Box", "BoxCutter", "BoxWalk"]
 
 _Step: TypeAlias = tuple[int, int, int]
 """(extent, full stride, shard stride) of one loop."""
@@ -101,7 +101,7 @@ class BoxCutter:
                 boxes.append(found)
             else:
                 stack.extend(found)
-        return merge_boxes(boxes)
+        return _merged(boxes)
 
     def _box_or_parts(self, walk: BoxWalk) -> Box | list[BoxWalk]:
         """One box, or walks that are each nearer to one."""
@@ -176,16 +176,8 @@ class BoxCutter:
         )
 
 
-def merge_boxes(boxes: Sequence[Box], *, replicas: bool = True) -> list[Box]:
-    """Merge boxes of one rank that continue each other along one dimension.
-
-    Args:
-        boxes: Disjoint boxes of one shard.
-        replicas: Whether boxes that several ranks hold are merged too.
-
-    Returns:
-        Boxes in the order of the shard.
-    """
+def _merged(boxes: Sequence[Box]) -> list[Box]:
+    """Merge disjoint boxes where one goes on as another ends, in the order of the shard."""
     found = list(boxes)
     for dim in reversed(range(len(found[0].extents) if found else 0)):
         groups: dict[object, list[Box]] = {}
@@ -197,11 +189,7 @@ def merge_boxes(boxes: Sequence[Box], *, replicas: bool = True) -> list[Box]:
                 box.extents[:dim] + box.extents[dim + 1 :],
             )
             groups.setdefault((offset, *others, box.ranks, box.scale), []).append(box)
-        found = [
-            box
-            for group in groups.values()
-            for box in (_merge_along(group, dim) if replicas or len(group[0].ranks) == 1 else group)
-        ]
+        found = [box for group in groups.values() for box in _merge_along(group, dim)]
     return sorted(found, key=lambda box: box.shard_start)
 
 

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from fractions import Fraction
 
-__all__ = ["STATE_POWERS", "is_rounded_once"]
+__all__ = ["SCALABLE", "STATE_POWERS", "is_rounded_once"]
 
 STATE_POWERS: Final[Mapping[str, int]] = MappingProxyType(
     {"weight": 1, "fp32": 1, "exp_avg": -1, "exp_avg_sq": -2}
 )
 """Power of the scale that a state follows, by its name."""
+
+SCALABLE: Final = ("float64", "float32", "float16", "bfloat16")
+"""Dtypes whose elements can be scaled."""
 
 # Numerators and denominators up to this size are exact in float32, and their products with a
 # float32 in float64.

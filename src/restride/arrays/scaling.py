@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
     from restride.arrays.casts import NamedDType
 
-__all__ = ["SCALABLE", "scaled_once"]
-
-SCALABLE: Final = ("float64", "float32", "float16", "bfloat16")
-"""Dtypes whose elements can be scaled."""
+__all__ = ["scaled_once"]
 
 
 class _Float64:
@@ -34,7 +31,7 @@ def scaled_once(buffer: NDArray[Any], dtype: NamedDType, scale: Fraction) -> NDA
 
     Args:
         buffer: Contiguous elements.
-        dtype: What the bits are, one of `SCALABLE`.
+        dtype: What the bits are, one of `restride.algebra.scales.SCALABLE`.
         scale: A factor for which `restride.algebra.scales.is_rounded_once` holds.
 
     Returns:

@@ -6,7 +6,7 @@ from fractions import Fraction
 from math import isqrt
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from restride.algebra.scales import STATE_POWERS, is_rounded_once
+from restride.algebra.scales import SCALABLE, STATE_POWERS, is_rounded_once
 from restride.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ __all__ = ["Use", "factor_of"]
 
 Use: TypeAlias = Literal["resume", "read", "compare"]
 """What elements are read for: a run that goes on with them, their values, or their replicas."""
-
-_SCALABLE = ("float64", "float32", "float16", "bfloat16")
 
 
 def factor_of(state: str, scale: Fraction, dtype: DType, use: Use) -> Fraction:
@@ -54,7 +52,7 @@ def factor_of(state: str, scale: Fraction, dtype: DType, use: Use) -> Fraction:
             remedy="convert the weights alone, keep the number of ranks, or ask for the optimizer "
             "to be transformed where all parameters of the group are scaled alike",
         )
-    if dtype.name not in _SCALABLE:
+    if dtype.name not in SCALABLE:
         raise UnsupportedError(f"elements of dtype {dtype} are not multiplied by {scale}")
     if not is_rounded_once(scale):
         raise UnsupportedError(

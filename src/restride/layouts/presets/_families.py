@@ -54,18 +54,12 @@ def _rules(*rows: _Row) -> tuple[Rule, ...]:
     return tuple(Rule(NamePattern(pattern + _BOTH), layout) for pattern, layout in rows)
 
 
-def _decoder(attention: str, queries: str, output: str, up: str, down: str) -> tuple[_Row, ...]:
-    """Four rows: what goes into attention and MLP by columns, what comes out by rows."""
-    return (
-        (f"**.{attention}.{queries}", "column"),
-        (f"**.{attention}.{output}", "row"),
-        (f"**.{up}", "column"),
-        (f"**.{down}", "row"),
-    )
-
-
-_LLAMA: Final = _decoder(
-    "self_attn", "{q_proj,k_proj,v_proj}", "o_proj", "mlp.{gate_proj,up_proj}", "mlp.down_proj"
+# What goes into attention and MLP is cut by columns, what comes out by rows.
+_LLAMA: Final = (
+    ("**.self_attn.{q_proj,k_proj,v_proj}", "column"),
+    ("**.self_attn.o_proj", "row"),
+    ("**.mlp.{gate_proj,up_proj}", "column"),
+    ("**.mlp.down_proj", "row"),
 )
 _ATTENTION: Final = _LLAMA[:2]
 _HEAD: Final[_Row] = ("**.{lm_head,embed_out}", "column")
