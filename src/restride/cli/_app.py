@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, TextIO
 import click
 
 from restride import __version__
+from restride.cli.completion import COMPLETE_VARIABLE, answer_shell
 from restride.cli.exits import ExitCode, conclusion
 from restride.cli.nearest import closest, meant
 from restride.cli.output import tell
@@ -30,7 +31,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: Final = {
     "info": "What is in a checkpoint, and how is it cut?",
     "check": "Is a checkpoint whole, consistent and intact? Prove it.",
-    "convert": "Write a checkpoint in another format, bit for bit.",
+    "convert": "Write another format, or for other ranks, bit for bit.",
     "diff": "Do two checkpoints hold the same tensors?",
     "fingerprint": "Take fingerprints that are the same under every sharding and format.",
     "layouts": "The catalogue of known layouts, drawn as pieces.",
@@ -105,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for library in ("OPENBLAS", "MKL", "OMP"):
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     _make_writable()
+    if instruction := os.environ.get(COMPLETE_VARIABLE):
+        return answer_shell(_root, instruction)
     code = ExitCode.FAILED
     try:
         with sigterm_interrupts():

@@ -75,8 +75,8 @@ class _Convert(SectionedCommand):
     "--to",
     type=click.Choice(["safetensors", "universal", "deepspeed"]),
     default="safetensors",
-    help="Format: safetensors (default); or with all states DeepSpeed's universal folder, or its "
-    "own files for any ranks.",
+    help="safetensors (default) for from_pretrained and PEFT; deepspeed for load_checkpoint on "
+    "any ranks; universal for engines with load_universal.",
 )
 @click.option(
     "--tp",
@@ -121,8 +121,8 @@ class _Convert(SectionedCommand):
     "--hyperparameters",
     metavar="FILE",
     type=PathName(),
-    help="For a CHECKPOINT that elastic_checkpoint left without: JSON with the param_groups of the "
-    "optimizer. Default: the engine that resumes keeps its own.",
+    help="JSON with the optimizer's param_groups, which a CHECKPOINT saved with elastic_checkpoint "
+    "lacks. Default: the engine that resumes keeps its own.",
 )
 @click.option(
     "--states",
@@ -243,7 +243,7 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Write a checkpoint in another format, bit for bit.
+    """Write another format, or for other ranks, bit for bit.
 
     Reads CHECKPOINT and writes the folder OUT, which appears under its name only when it is
     complete. Until then all of it is in OUT.partial, from which --resume goes on after any end.

@@ -43,8 +43,8 @@ def cut_options(command: _Decorated) -> _Decorated:
             "--grain",
             type=Integer(min=1),
             metavar="N",
-            help="tp_grain_size of the next run. Default: as the checkpoint's own configuration "
-            "says.",
+            help="tp_grain_size in DeepSpeed's configuration of the next run. Default: as in that "
+            "of CHECKPOINT.",
         ),
     )
     for option in reversed(options):
@@ -59,14 +59,14 @@ def source_options(command: _Decorated) -> _Decorated:
             "--source-config",
             metavar="FILE",
             type=PathName(),
-            help="config.json of the model, where CHECKPOINT does not say how its tensor-parallel "
-            "ranks cut it: as AutoTP does.",
+            help="config.json of the model, where the files do not say how tensor-parallel ranks "
+            "cut it: it is read as AutoTP cuts such a model.",
         ),
         click.option(
             "--source-rules",
             metavar="FILE",
             type=PathName(),
-            help="Rules of your own for that, as for --rules.",
+            help="The same told by rules of your own, in TOML: which layout cut which parameters.",
         ),
     )
     for option in reversed(options):

@@ -11,6 +11,7 @@ import click
 from restride.algebra.coverage import Covered, explain, prove
 from restride.algebra.serial import layout_to_json
 from restride.algebra.signature import signature
+from restride.cli.completion import files
 from restride.cli.exits import ExitCode, concluded
 from restride.cli.nearest import closest, meant
 from restride.cli.options import json_option
@@ -20,6 +21,8 @@ from restride.layouts.catalogue import CATALOGUE, build
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from click.shell_completion import CompletionItem
 
     from restride.algebra.coverage import Verdict
     from restride.algebra.layout import Layout
@@ -53,6 +56,9 @@ class _Catalogue(click.Group):
         from restride.cli.cuts import command_for  # noqa: PLC0415 - the catalogue reads no files
 
         return command_for(cmd_name)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        return super().shell_complete(ctx, incomplete) or files(incomplete)
 
 
 @click.group(

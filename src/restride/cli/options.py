@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 
+from restride.cli.completion import files
 from restride.cli.numbers import Integer
 from restride.cli.sizes import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from click.shell_completion import CompletionItem
 
 __all__ = [
     "PathName",
@@ -40,6 +43,13 @@ class PathName(click.ParamType):  # type: ignore[type-arg]  # generic in new ver
         if "\0" in path:
             self.fail(f"{path!r} is the name of no file", param, ctx)
         return path
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Names of files, for a shell."""
+        del ctx, param
+        return files(incomplete)
 
 
 _COORDINATES: Final = re.compile(r"\w+=\d+(,\w+=\d+)*", re.ASCII)

@@ -29,9 +29,9 @@ def stage_options(command: _Decorated) -> _Decorated:
         click.option(
             "--pp-layers",
             metavar="CUT",
-            help="How the layers are dealt out to other stages: the first of each, as 0,3,6, or "
-            "parameters (default), uniform, or one of these with the number of all layers, as "
-            "uniform:9. PipelineModule must do the same.",
+            help="Which layers each stage has: the first of each stage, such as 0,3,6, or as "
+            "PipelineModule would deal them out, by parameters (default) or uniform; uniform:9 "
+            "says how many layers there are. The model that resumes must have the same.",
         ),
         tied_option,
     )
@@ -47,8 +47,8 @@ def tied_option(command: _Decorated) -> _Decorated:
         multiple=True,
         metavar="KEY=LAYERS",
         callback=_as_tied,
-        help="All layers of a pipeline that use a tied module, as embed=0,8, where the files do "
-        "not tell; or none, if none are tied. May be repeated.",
+        help="Layers of a pipeline that share one module, such as embed=0,8, where the files do "
+        "not tell; none, if none do. May be repeated.",
     )(command)
 
 
