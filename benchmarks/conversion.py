@@ -5,9 +5,10 @@
 All run in turn, in one call, on the same input with a warm page cache, and nothing of the run
 before waits to be written. Before each, a process touches as much memory as will be written, and
 ends: a virtual machine may have given its free memory back, and whoever writes first would pay for
-getting it again (`--cold` leaves that out). What syncs its output stands beside `cp` with a sync of
-every file; what does not, beside `cp`, and beside `limit.c`, which is what the machine can do.
-Read the ratios: machines differ, and this one may be busy.
+getting it again (`--cold` leaves that out). Then the input is read: what nobody looked at for some
+seconds may have been dropped from the page cache, too. What syncs its output stands beside `cp`
+with a sync of every file; what does not, beside `cp`, and beside `limit.c`, which is what the
+machine can do. Read the ratios: machines differ, and this one may be busy.
 """
 
 from __future__ import annotations
@@ -129,6 +130,15 @@ def touch_memory(nbytes: int) -> None:
     subprocess.run([sys.executable, "-c", f"import numpy; numpy.ones({nbytes}, 'u1')"], check=True)
 
 
+def read_again(folder: Path) -> None:
+    """Have the page cache hold all files of a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(1 << 20):
+                    pass
+
+
 def first_byte_s(source: Path, out: Path, *options: str) -> float:
     """Seconds from the start of the process to the first bytes of a tensor in the output."""
     command = [sys.executable, "-c", FIRST_BYTE, "convert", str(source), str(out), *options]
@@ -168,6 +178,7 @@ def main() -> None:
                 if name.startswith(("`cp`", "C, ")) or re.search(a.only, name):
                     if not a.cold:
                         touch_memory(nbytes + nbytes // 4)
+                        read_again(source)
                     usage = measure(command, {"DS_ACCELERATOR": "cpu"})
                     results.setdefault(name, []).append(usage)
                     throw_away(out, Path(folder, "old"))
