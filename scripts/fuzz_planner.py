@@ -26,7 +26,7 @@ from restride.algebra.signature import same_layout, signature
 from restride.arrays.extract import extract
 from restride.arrays.move import move
 from restride.arrays.rebuild import rebuild
-from restride.checkpoint.catalog import FileEntry, Region, StateEntry
+from restride.checkpoint.catalog import Region, StateEntry
 from restride.checkpoint.dtypes import DTYPES
 from restride.errors import BudgetError, CoverageError, FormatError, LayoutError
 from restride.executors.events import NullObserver
@@ -115,12 +115,11 @@ def layouts(content: bytes) -> str:
 def _require_no_plan(layout: Layout) -> None:
     """What is not there cannot be read: nothing is planned of it."""
     dtype, ranks = DTYPES["uint8"], range(layout.rank_count)
-    files = [FileEntry(f"{rank}", layout.shard_numel(rank)) for rank in ranks]
     entry = StateEntry(dtype, layout, tuple(Region(rank, 0) for rank in ranks))
     whole = whole_layout(layout.full_shape)
     job = Job("wte", "weight", entry, whole, (Region(0, 0),), dtype, "first")
     try:
-        plan_conversion(files, [job], budget_nbytes=1 << 20, workers=1)
+        plan_conversion([job], budget_nbytes=1 << 20, workers=1)
     except CoverageError as error:
         str(error)
     else:
@@ -349,10 +348,10 @@ def _execute(
 ) -> list[bytes]:
     job, sizes = job_between(source, target, dtype, replicas)
     try:
-        plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=workers)
+        plan = plan_conversion([job], budget_nbytes=budget, workers=workers)
     except BudgetError as error:
         budget = error.needed_nbytes
-        plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=workers)
+        plan = plan_conversion([job], budget_nbytes=budget, workers=workers)
     assert plan.projected_nbytes <= budget
     out = MemoryFiles([b"\xff" * size for size in sizes])
     executor().execute(plan, MemoryFiles(source.contents), out, NullObserver())

@@ -142,10 +142,10 @@ def _planned(
         BudgetError: The budget is too small for one of them; names what is enough for both.
     """
     try:
-        plan = plan_comparison(catalog.files, states, budget_nbytes=budget_nbytes, workers=workers)
+        plan = plan_comparison(states, budget_nbytes=budget_nbytes, workers=workers)
     except BudgetError as error:
         enough = error.needed_nbytes
-        plan = plan_comparison(catalog.files, states, budget_nbytes=enough, workers=workers)
+        plan = plan_comparison(states, budget_nbytes=enough, workers=workers)
     kept = _kept(plan)
     try:
         masters = plan_masters(catalog, budget_nbytes=budget_nbytes - kept, broken=broken)

@@ -192,7 +192,7 @@ def diff(
         for pair in pairs
         if pair.a.shape == pair.b.shape and can_compare(pair.a.dtype, pair.b.dtype)
     ]
-    plans = _plan_both(catalogs, readable, budget_nbytes)
+    plans = _plan_both(readable, budget_nbytes)
     found, read_nbytes = _compare(catalogs, plans, tolerance, observer or NullObserver())
     compared_nbytes = plans[0].total_nbytes
     del plans  # what finds copies that differ has the same budget
@@ -380,7 +380,7 @@ def _fingerprints(
     observer: Observer | None,
 ) -> dict[str, dict[str, str]]:
     arrays = list(arrays)
-    (plan,) = _within([(catalog, arrays)], budget_nbytes, SCRATCH_NBYTES)
+    (plan,) = _within([arrays], budget_nbytes, SCRATCH_NBYTES)
     reserved = plan.workers * SCRATCH_NBYTES
     watching = observer or NullObserver()
     started = time.perf_counter()
@@ -398,7 +398,7 @@ def _fingerprints(
 
 
 def _within(
-    sides: Sequence[tuple[Catalog, Sequence[_Array]]], budget_nbytes: int, scratch_nbytes: int
+    sides: Sequence[Sequence[_Array]], budget_nbytes: int, scratch_nbytes: int
 ) -> list[Plan]:
     """Plan to read each side in an equal part of what the scratch of the threads leaves."""
     workers = max(1, min(default_workers(), budget_nbytes // (4 * scratch_nbytes)))
@@ -407,13 +407,12 @@ def _within(
     try:
         return [
             plan_reading(
-                catalog.files,
                 [array[:3] for array in arrays],
                 dtypes=[array[3] for array in arrays],
                 budget_nbytes=part,
                 workers=workers,
             )
-            for catalog, arrays in sides
+            for arrays in sides
         ]
     except BudgetError as error:
         needed = error.needed_nbytes * len(sides) + reserved
@@ -428,15 +427,11 @@ def _execute(catalog: Catalog, plan: Plan, writer: Writer, observer: Observer) -
     return read_nbytes
 
 
-def _plan_both(
-    catalogs: tuple[Catalog, Catalog], pairs: Sequence[Pair], budget_nbytes: int
-) -> tuple[Plan, Plan]:
+def _plan_both(pairs: Sequence[Pair], budget_nbytes: int) -> tuple[Plan, Plan]:
     """Plans of both sides in which a step of the first fits the buffers of the second."""
     a = [(pair.names[0], pair.state, pair.a.entry, pair.a.dtype) for pair in pairs]
     b = [(pair.names[1], pair.state, pair.b.entry, pair.b.dtype) for pair in pairs]
-    first, second = _within(
-        list(zip(catalogs, (a, b), strict=True)), budget_nbytes, _COMPARING_NBYTES
-    )
+    first, second = _within((a, b), budget_nbytes, _COMPARING_NBYTES)
     regions = tuple(
         replace(region, step_numel=min(region.step_numel, other.step_numel))
         for region, other in zip(first.regions, second.regions, strict=True)

@@ -38,7 +38,7 @@ def planned(rows=24, columns=1000, ranks=3, dtype="uint16", budget=1 << 20):
     source = store(replicated((rows, columns), mesh={"tp": 1}), DTYPES[dtype], full)
     target = split((rows, columns), mesh={"tp": ranks}, dim=0)
     job, sizes = job_between(source, target, DTYPES[dtype])
-    plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=1)
+    plan = plan_conversion([job], budget_nbytes=budget, workers=1)
     return source, plan, sizes
 
 
@@ -190,7 +190,7 @@ def test_a_table_of_many_small_regions_takes_the_memory_it_says(files):
     job, _ = job_between(source, split((ranks,), mesh={"tp": ranks}, dim=0), DTYPES["uint16"])
     places = tuple(Region(rank * files // ranks, 2 * rank) for rank in range(ranks))
     job = replace(job, target_regions=places)
-    plan = plan_conversion(source.files, [job], budget_nbytes=1 << 24, workers=1)
+    plan = plan_conversion([job], budget_nbytes=1 << 24, workers=1)
     gc.collect()
     tracemalloc.start()
     try:
@@ -214,7 +214,7 @@ def test_files_without_bytes_of_tensors_are_left_out_by_a_table():
     job, _ = job_between(source, split((12,), mesh={"tp": 4}, dim=0), DTYPES["uint16"])
     places = Region(2, 8), Region(2, 50), Region(5, 0), Region(9, 7)
     jobs = [replace(job, target_regions=places)]
-    plan = plan_conversion(source.files, jobs, budget_nbytes=1 << 24, workers=1)
+    plan = plan_conversion(jobs, budget_nbytes=1 << 24, workers=1)
 
     table = BlockTable(plan.regions, digest_rows=1)
 

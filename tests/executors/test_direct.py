@@ -127,7 +127,7 @@ def test_any_layout_becomes_any_other_with_the_bytes_and_digests_of_single_steps
         patch.setattr(direct, "_MOST_MOVES", most)
         catalog = write_sources(Path(folder, "source"), stored)
         job, sizes = job_between(stored, target, DTYPES[width])
-        plan = plan_conversion(stored.files, [job], budget_nbytes=BUDGET, workers=workers)
+        plan = plan_conversion([job], budget_nbytes=BUDGET, workers=workers)
         said = []
         real = Direct.carry_out
         for carry_out in (lambda *a: said.append(real(*a)) or said[-1], lambda *_: False):
@@ -147,7 +147,7 @@ def wide(tmp_path, *, ranks=2, rows=512, columns=512, dim=1):
     full = np.arange(rows * columns, dtype=np.uint32)
     stored = store(split((rows, columns), mesh={"tp": ranks}, dim=dim), DTYPES["uint32"], full)
     job, sizes = job_between(stored, whole_layout((rows, columns)), DTYPES["uint32"])
-    plan = plan_conversion(stored.files, [job], budget_nbytes=8 << 20, workers=1)
+    plan = plan_conversion([job], budget_nbytes=8 << 20, workers=1)
     return write_sources(tmp_path / "source", stored), plan, sizes, full
 
 
@@ -166,7 +166,7 @@ def test_steps_that_cast_take_the_long_way(tmp_path, carried_out):
     full = np.arange(4096, dtype=np.float32).view(np.uint32)
     stored = store(whole_layout((4096,)), DTYPES["float32"], full)
     job, sizes = job_between(stored, whole_layout((4096,)), DTYPES["float64"])
-    plan = plan_conversion(stored.files, [job], budget_nbytes=BUDGET, workers=1)
+    plan = plan_conversion([job], budget_nbytes=BUDGET, workers=1)
 
     contents, *_ = run(tmp_path, write_sources(tmp_path / "source", stored), plan, sizes)
 
@@ -185,7 +185,7 @@ def copies(tmp_path, *, ranks=3, numel=4096, drifted=None, replicas="check"):
             file.write(b"\xa5")
     job, sizes = job_between(stored, whole_layout((numel,)), DTYPES["uint32"])
     jobs = [replace(job, replicas=replicas)]
-    plan = plan_conversion(stored.files, jobs, budget_nbytes=BUDGET, workers=1)
+    plan = plan_conversion(jobs, budget_nbytes=BUDGET, workers=1)
     return source, plan, sizes, full
 
 
@@ -233,7 +233,7 @@ def striped(tmp_path, drifted):
             file.seek(stored.files[1].nbytes - 4 * (192 - drifted))
             file.write(b"\xa5")
     job, sizes = job_between(stored, whole_layout((384,)), DTYPES["uint32"])
-    plan = plan_conversion(stored.files, [job], budget_nbytes=BUDGET, workers=1)
+    plan = plan_conversion([job], budget_nbytes=BUDGET, workers=1)
     return source, plan, sizes, full
 
 

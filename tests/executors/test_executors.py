@@ -51,7 +51,7 @@ def patterns(numel, dtype="uint32"):
 
 def convert(executor, source, target, dtype, *, budget=BUDGET, replicas="check", observer=None):
     job, sizes = job_between(source, target, dtype, replicas)
-    plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=2)
+    plan = plan_conversion([job], budget_nbytes=budget, workers=2)
     out = MemoryFiles([b"\xff" * size for size in sizes])
     executor().execute(plan, MemoryFiles(source.contents), out, observer or NullObserver())
     return plan, out
@@ -106,7 +106,7 @@ def test_long_runs_are_streamed_and_all_else_is_put_together():
     def streamed(source, target, dtype="float32"):
         stored = store(source, DTYPES["float32"], full)
         job, _ = job_between(stored, target, DTYPES[dtype])
-        plan = plan_conversion(stored.files, [job], budget_nbytes=BUDGET, workers=1)
+        plan = plan_conversion([job], budget_nbytes=BUDGET, workers=1)
         return [bool(region.streamed_numel) for region in plan.regions]
 
     whole = whole_layout((256, 1024))
@@ -126,7 +126,7 @@ def test_workers_have_files_of_their_own_and_share_one_where_there_is_no_other(f
     job, _ = job_between(source, layout, DTYPES["float32"])
     jobs = [replace(job, target_regions=(Region(number, 0),)) for number in range(file_count)]
     budget = 2 * SMALLEST + 16_000
-    plan = plan_conversion(source.files, jobs, budget_nbytes=budget, workers=2)
+    plan = plan_conversion(jobs, budget_nbytes=budget, workers=2)
     together = threading.Barrier(2)
     seen: list[tuple[int, int]] = []
 
@@ -189,14 +189,14 @@ def test_the_smallest_budget_that_works_is_named_before_the_first_byte_moves():
     job, _ = job_between(source, whole_layout((64,)), DTYPES["int8"])
 
     with pytest.raises(BudgetError) as error:
-        plan_conversion(source.files, [job], budget_nbytes=10_000, workers=4)
+        plan_conversion([job], budget_nbytes=10_000, workers=4)
 
     needed = error.value.needed_nbytes
-    plan = plan_conversion(source.files, [job], budget_nbytes=needed, workers=4)
+    plan = plan_conversion([job], budget_nbytes=needed, workers=4)
     assert plan.projected_nbytes == needed
     assert plan.workers == 1
     with pytest.raises(BudgetError, match=f"at least {needed:,} bytes"):
-        plan_conversion(source.files, [job], budget_nbytes=needed - 1, workers=4)
+        plan_conversion([job], budget_nbytes=needed - 1, workers=4)
 
 
 def drifted(dtype="float32"):
@@ -332,9 +332,7 @@ def test_a_mean_of_integers_is_refused():
 def test_a_comparison_reads_every_replica_and_writes_nothing(executor):
     source, _, _ = drifted()
     table = DriftTable(NullObserver(), {})
-    plan = plan_comparison(
-        source.files, [("wte", "weight", source.entry)], budget_nbytes=BUDGET, workers=2
-    )
+    plan = plan_comparison([("wte", "weight", source.entry)], budget_nbytes=BUDGET, workers=2)
 
     read = executor().execute(plan, MemoryFiles(source.contents), None, table)
 
@@ -345,9 +343,7 @@ def test_a_comparison_reads_every_replica_and_writes_nothing(executor):
 def test_a_comparison_skips_what_only_one_rank_holds():
     source = store(split((64,), mesh={"tp": 2}), DTYPES["int8"], patterns(64, "uint8"))
 
-    plan = plan_comparison(
-        source.files, [("wte", "weight", source.entry)], budget_nbytes=BUDGET, workers=2
-    )
+    plan = plan_comparison([("wte", "weight", source.entry)], budget_nbytes=BUDGET, workers=2)
 
     assert plan.regions == ()
 
@@ -366,7 +362,7 @@ def test_a_cast_is_a_step_of_the_plan(executor):
 def test_an_error_of_a_read_stops_the_run_and_reaches_the_caller(executor):
     source = store(split((4096,), mesh={"tp": 4}), DTYPES["int32"], patterns(4096))
     job, sizes = job_between(source, whole_layout((4096,)), DTYPES["int32"])
-    plan = plan_conversion(source.files, [job], budget_nbytes=SMALLEST * 2 + 16384, workers=2)
+    plan = plan_conversion([job], budget_nbytes=SMALLEST * 2 + 16384, workers=2)
     out = MemoryFiles([bytes(size) for size in sizes])
 
     class Failing(MemoryFiles):
@@ -405,7 +401,7 @@ def test_every_step_is_told_to_the_observer(executor):
 
 
 def test_an_empty_plan_has_nothing_to_do():
-    plan = Plan((), (), 4096, 1)
+    plan = Plan((), 4096, 1)
 
     assert StreamingExecutor().execute(plan, MemoryFiles([]), None, NullObserver()) == 0
     assert (plan.step_count, plan.total_nbytes) == (0, 0)

@@ -71,7 +71,7 @@ def test_steps_of_any_size_in_any_order_twice_give_the_bytes_of_walking(
     full = random_words(source.full_numel, dtype, seed)
     state = store(source, dtype, full)
     job, sizes = job_between(state, target, wanted_dtype)
-    plan = plan_conversion(state.files, [job], budget_nbytes=1 << 20, workers=1)
+    plan = plan_conversion([job], budget_nbytes=1 << 20, workers=1)
     steps = []
     for region in plan.regions:
         cuts = [*range(0, region.numel, step_numel), region.numel]
@@ -104,7 +104,7 @@ def test_differences_means_and_casts_stay_inside_the_projected_memory(name, to, 
     for source, replicas in layouts:
         target = whole_layout(source.entry.layout.full_shape)
         job, sizes = job_between(source, target, DTYPES[to], replicas)
-        plan = plan_conversion(source.files, [job], budget_nbytes=1 << 20, workers=1)
+        plan = plan_conversion([job], budget_nbytes=1 << 20, workers=1)
         reader, out = MemoryFiles(source.contents), MemoryFiles([bytes(size) for size in sizes])
         SerialExecutor().execute(plan, reader, out, NullObserver())  # imports and caches are made
 
@@ -121,7 +121,7 @@ def test_the_numbers_of_a_drift_do_not_depend_on_the_budget():
     job, sizes = job_between(source, whole_layout((64, 64)), DTYPES["float32"], "first")
     found = []
     for budget in (SMALLEST + 8192, 1 << 20):
-        plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=1)
+        plan = plan_conversion([job], budget_nbytes=budget, workers=1)
         table = DriftTable(NullObserver(), {})
         out = MemoryFiles([bytes(size) for size in sizes])
         StreamingExecutor().execute(plan, MemoryFiles(source.contents), out, table)
@@ -138,7 +138,7 @@ def test_a_refusal_names_the_coordinates_of_the_tensor_also_for_a_target_that_is
     source = with_contents(source, [source.contents[0], front + bytes(values)])
     target = split((4, 6), mesh={"tp": 2}, dim=1)
     job, sizes = job_between(source, target, DTYPES["float32"])
-    plan = plan_conversion(source.files, [job], budget_nbytes=1 << 20, workers=1)
+    plan = plan_conversion([job], budget_nbytes=1 << 20, workers=1)
     out = MemoryFiles([bytes(size) for size in sizes])
 
     with pytest.raises(ReplicaError, match=r"element 16 \(\[2, 4\] of the tensor\)") as error:
@@ -150,7 +150,7 @@ def test_a_refusal_names_the_coordinates_of_the_tensor_also_for_a_target_that_is
 def test_a_mean_of_integers_that_agree_is_what_they_are():
     source = store(replicated((8,), mesh={"tp": 3}), DTYPES["int32"], np.arange(8, dtype="u4"))
     job, sizes = job_between(source, whole_layout((8,)), DTYPES["int32"], "mean")
-    plan = plan_conversion(source.files, [job], budget_nbytes=1 << 20, workers=1)
+    plan = plan_conversion([job], budget_nbytes=1 << 20, workers=1)
     out = MemoryFiles([bytes(size) for size in sizes])
 
     SerialExecutor().execute(plan, MemoryFiles(source.contents), out, NullObserver())
@@ -169,14 +169,14 @@ def test_target_regions_that_overlap_or_are_missing_are_refused():
     ]:
         wrong = type(job)("wte", "weight", job.source, target, regions, job.target_dtype)
         with pytest.raises(PlanError, match=problem):
-            plan_conversion(source.files, [wrong], budget_nbytes=1 << 20, workers=1)
+            plan_conversion([wrong], budget_nbytes=1 << 20, workers=1)
 
 
 @pytest.mark.parametrize("executor", [SerialExecutor, StreamingExecutor])
 def test_an_observer_that_raises_ends_the_run_with_its_error(executor):
     source = store(split((4096,), mesh={"tp": 4}), DTYPES["int32"], np.arange(4096, dtype="u4"))
     job, sizes = job_between(source, whole_layout((4096,)), DTYPES["int32"])
-    plan = plan_conversion(source.files, [job], budget_nbytes=2 * SMALLEST + 9999, workers=2)
+    plan = plan_conversion([job], budget_nbytes=2 * SMALLEST + 9999, workers=2)
 
     class Raising(NullObserver):
         def on_step(self, event, /):

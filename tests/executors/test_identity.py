@@ -35,7 +35,7 @@ class Source:
         job, sizes = job_between(self.stored, target, FLOAT32, "first")
         files = [OutputFile(f"{rank}.bin", size + 8) for rank, size in enumerate(sizes)]
         self.output = Output(tuple(files))
-        self.plan = plan_conversion(self.stored.files, [job], budget_nbytes=1 << 20, workers=2)
+        self.plan = plan_conversion([job], budget_nbytes=1 << 20, workers=2)
 
     def digest(self, *, plan=None, output=None, options=None):
         reader = MemoryFiles(self.stored.contents)

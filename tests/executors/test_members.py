@@ -48,7 +48,7 @@ def table(monkeypatch):
     source = store(replicated((rows, columns), mesh={"tp": 1}), DTYPES["uint16"], full)
     target = split((rows, columns), mesh={"tp": 2}, dim=0)
     job, _ = job_between(source, target, DTYPES["uint16"])
-    plan = plan_conversion(source.files, [job], budget_nbytes=1 << 20, workers=1)
+    plan = plan_conversion([job], budget_nbytes=1 << 20, workers=1)
     return BlockTable(plan.regions, digest_rows=1)
 
 

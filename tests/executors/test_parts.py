@@ -34,7 +34,7 @@ def planned(rows=24, columns=1000, ranks=3, budget=1 << 20):
     source = store(replicated((rows, columns), mesh={"tp": 1}), DTYPES["uint16"], full)
     target = split((rows, columns), mesh={"tp": ranks}, dim=0)
     job, sizes = job_between(source, target, DTYPES["uint16"])
-    plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=1)
+    plan = plan_conversion([job], budget_nbytes=budget, workers=1)
     return source, plan, sizes
 
 

@@ -37,17 +37,16 @@ def patterns(numel, dtype="uint32"):
 
 def reading(*states, budget=BUDGET, workers=2):
     """A plan that reads stored states, each of them in files of its own, and those files."""
-    files, contents, arrays = [], [], []
+    contents, arrays = [], []
     for number, state in enumerate(states):
         regions = tuple(
-            region and type(region)(region.file + len(files), region.start_nbytes)
+            region and type(region)(region.file + len(contents), region.start_nbytes)
             for region in state.entry.regions
         )
         entry = type(state.entry)(state.entry.dtype, state.entry.layout, regions)
         arrays.append((f"t{number}", "weight", entry))
-        files += state.files
         contents += state.contents
-    plan = plan_reading(files, arrays, budget_nbytes=budget, workers=workers)
+    plan = plan_reading(arrays, budget_nbytes=budget, workers=workers)
     return plan, MemoryFiles(contents)
 
 
@@ -111,7 +110,7 @@ def test_an_element_that_nobody_holds_is_refused_with_the_name_of_the_array():
     )
 
     with pytest.raises(CoverageError, match="tensor 'wte', state 'fp32'"):
-        plan_reading(stored.files, [("wte", "fp32", entry)], budget_nbytes=BUDGET, workers=1)
+        plan_reading([("wte", "fp32", entry)], budget_nbytes=BUDGET, workers=1)
 
 
 def compared(executor, ours, theirs, tolerance=None, budget=BUDGET):

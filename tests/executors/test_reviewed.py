@@ -46,7 +46,7 @@ def twice_in_a_shard():
 def test_a_rank_that_contradicts_itself_is_not_called_two_ranks():
     source = twice_in_a_shard()
     job, sizes = job_between(source, whole_layout((4,)), FLOAT)
-    plan = plan_conversion(source.files, [job], budget_nbytes=1 << 20, workers=1)
+    plan = plan_conversion([job], budget_nbytes=1 << 20, workers=1)
     out = MemoryFiles([bytes(size) for size in sizes])
 
     with pytest.raises(ReplicaError, match="rank 1 holds different copies of the same elements"):
@@ -56,7 +56,7 @@ def test_a_rank_that_contradicts_itself_is_not_called_two_ranks():
 def test_a_rank_that_contradicts_itself_is_one_rank_in_the_table_as_well():
     source = twice_in_a_shard()
     states = [("wte", "weight", source.entry)]
-    plan = plan_comparison(source.files, states, budget_nbytes=1 << 20, workers=1)
+    plan = plan_comparison(states, budget_nbytes=1 << 20, workers=1)
     table = DriftTable(NullObserver(), {})
     SerialExecutor().execute(plan, MemoryFiles(source.contents), None, table)
     layout = source.entry.layout
@@ -89,7 +89,7 @@ def test_workers_stop_where_the_system_does_not_start_another_thread(monkeypatch
     source = store(split((1 << 14,), mesh={"tp": 4}), FLOAT, numbers(1 << 14))
     job, sizes = job_between(source, whole_layout((1 << 14,)), FLOAT)
     budget = BUFFERS_PER_WORKER * 4096 * 2 + 24576
-    plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=2)
+    plan = plan_conversion([job], budget_nbytes=budget, workers=2)
     assert plan.workers == 2
     runs, started, waited = [], [], []
     run_type, start = streaming._Run, threading.Thread.start
@@ -129,7 +129,7 @@ def test_copies_that_agree_are_compared_in_one_pass_for_all_fills(monkeypatch):
     layout = Layout.of({"tp": 2}, (64,), [(64,)] * 2, stripes)
     source = store(layout, FLOAT, numbers(64))
     job, sizes = job_between(source, whole_layout((64,)), FLOAT)
-    plan = plan_conversion(source.files, [job], budget_nbytes=1 << 20, workers=1)
+    plan = plan_conversion([job], budget_nbytes=1 << 20, workers=1)
     (step,) = plan.regions[0].steps()
     assert len(step.fills) > 2
     compared = []
@@ -152,7 +152,7 @@ def test_the_relation_of_two_layouts_is_made_once_for_all_target_ranks(monkeypat
     compose = conversion.compose
     monkeypatch.setattr(conversion, "compose", lambda *pair: made.append(pair) or compose(*pair))
 
-    plan = plan_conversion(source.files, [job], budget_nbytes=1 << 20, workers=1)
+    plan = plan_conversion([job], budget_nbytes=1 << 20, workers=1)
 
     assert len(plan.regions) == 8
     assert len(made) == 1

@@ -62,11 +62,11 @@ def test_every_element_is_the_one_that_was_read_times_its_factor(executor, pair,
     if not all(map(is_rounded_once, wanted.values())):
         event("refused")
         with pytest.raises(UnsupportedError, match="would round each element twice"):
-            plan_conversion(stored.files, [job], budget_nbytes=BUDGET, workers=2)
+            plan_conversion([job], budget_nbytes=BUDGET, workers=2)
         return
     event("scaled" if any(factor != 1 for factor in wanted.values()) else "copied")
 
-    plan = plan_conversion(stored.files, [job], budget_nbytes=BUDGET, workers=2)
+    plan = plan_conversion([job], budget_nbytes=BUDGET, workers=2)
     out = MemoryFiles([b"\xff" * size for size in sizes])
     executor().execute(plan, MemoryFiles(stored.contents), out, NullObserver())
 
@@ -88,14 +88,14 @@ def job(source, state, target, **more):
 
 def test_a_moment_is_refused_with_what_the_optimizer_would_need():
     # The bias is stored halved, so its second moment is stored four times as large.
-    stored, moment = job(
+    _, moment = job(
         replicated((8,), mesh={"tp": 2}, scale=Fraction(4)),
         "exp_avg_sq",
         replicated((8,), mesh={"tp": 1}),
     )
 
     with pytest.raises(UnsupportedError) as caught:
-        plan_conversion(stored.files, [moment], budget_nbytes=BUDGET, workers=1)
+        plan_conversion([moment], budget_nbytes=BUDGET, workers=1)
     assert str(caught.value) == (
         "tensor 'b', state 'exp_avg_sq': the state 'exp_avg_sq' changes by a factor of 1/4 with "
         "the scale of its tensor, and the optimizer would take the same steps only with lr * (2) "
@@ -146,9 +146,9 @@ def test_what_cannot_follow_a_scale_is_refused(state, scale, dtype, words):
 
 def test_nothing_changes_where_both_sides_are_scaled_alike():
     halves = replicated((8,), mesh={"tp": 2}, scale=Fraction(1, 2))
-    stored, moment = job(halves, "exp_avg", halves)
+    _, moment = job(halves, "exp_avg", halves)
 
-    plan = plan_conversion(stored.files, [moment], budget_nbytes=BUDGET, workers=1)
+    plan = plan_conversion([moment], budget_nbytes=BUDGET, workers=1)
 
     assert all(fill.scale == 1 for region in plan.regions for fill in region.fills)
 
@@ -158,8 +158,8 @@ def test_reading_scales_moments_and_comparing_scales_nothing():
     stored, _ = job(halves, "exp_avg", whole_layout((8,)))
     states = [("b", "exp_avg", stored.entry)]
 
-    read = plan_reading(stored.files, states, budget_nbytes=BUDGET, workers=1)
-    compared = plan_comparison(stored.files, states, budget_nbytes=BUDGET, workers=1)
+    read = plan_reading(states, budget_nbytes=BUDGET, workers=1)
+    compared = plan_comparison(states, budget_nbytes=BUDGET, workers=1)
 
     assert [fill.scale for region in read.regions for fill in region.fills] == [Fraction(2)]
     assert [fill.scale for region in compared.regions for fill in region.fills] == [1]

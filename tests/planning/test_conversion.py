@@ -40,11 +40,11 @@ def planned(
     job, _ = job_between(state, target, target_dtype or dtype, replicas)
     jobs = [replace(job, **changes)]
     if buffer is None:
-        return plan_conversion(state.files, jobs, budget_nbytes=BUDGET, workers=1)
+        return plan_conversion(jobs, budget_nbytes=BUDGET, workers=1)
     with pytest.raises(BudgetError) as refused:
-        plan_conversion(state.files, jobs, budget_nbytes=0, workers=1)
+        plan_conversion(jobs, budget_nbytes=0, workers=1)
     budget = refused.value.needed_nbytes + BUFFERS_PER_WORKER * (buffer - SMALLEST)
-    plan = plan_conversion(state.files, jobs, budget_nbytes=budget, workers=1)
+    plan = plan_conversion(jobs, budget_nbytes=budget, workers=1)
     assert plan.buffer_nbytes == buffer
     return plan
 
@@ -68,7 +68,6 @@ def test_only_what_more_than_one_rank_holds_is_compared():
     state, lone = stored(HALF_HELD_TWICE), stored(split((8,), mesh={"tp": 2}, dim=0))
 
     plan = plan_comparison(
-        state.files,
         [("lone", "weight", lone.entry), ("shared", "weight", state.entry)],
         budget_nbytes=BUDGET,
         workers=1,
@@ -83,9 +82,7 @@ def test_only_what_more_than_one_rank_holds_is_compared():
 def test_one_copy_is_read_where_nothing_is_compared():
     state = stored(HALF_HELD_TWICE)
 
-    plan = plan_reading(
-        state.files, [("shared", "weight", state.entry)], budget_nbytes=BUDGET, workers=1
-    )
+    plan = plan_reading([("shared", "weight", state.entry)], budget_nbytes=BUDGET, workers=1)
 
     (region,) = plan.regions
     assert [[source.rank for source in fill.sources] for fill in region.fills] == [[0], [0]]
@@ -105,9 +102,9 @@ def test_a_copy_that_is_nowhere_is_found_before_anything_is_read(lost):
     )
 
     with pytest.raises(LayoutError, match=words):
-        plan_conversion(state.files, [job], **budget)
+        plan_conversion([job], **budget)
     with pytest.raises(LayoutError, match=words):
-        plan_reading(state.files, [("wte", "weight", entry)], **budget)
+        plan_reading([("wte", "weight", entry)], **budget)
 
 
 def test_a_rank_of_the_target_with_elements_needs_a_place():
@@ -134,7 +131,7 @@ def test_regions_overlap_where_they_share_a_byte_whatever_is_empty_between_them(
             replace(empty, target_regions=(Region(0, 8),)),
             replace(job, tensor="second", target_regions=(Region(0, second_start),)),
         ]
-        return plan_conversion(state.files, jobs, budget_nbytes=BUDGET, workers=1)
+        return plan_conversion(jobs, budget_nbytes=BUDGET, workers=1)
 
     assert [region.numel for region in plan(32).regions] == [8, 0, 8]
     with pytest.raises(PlanError, match=r"tensor 'second'.* byte 28 of target file 0 belongs to"):
@@ -148,9 +145,9 @@ def test_regions_of_one_file_are_held_against_each_other_whatever_is_in_other_fi
     jobs = [replace(job, tensor=name, target_regions=(at,)) for name, at in places.items()]
 
     with pytest.raises(PlanError, match=r"tensor 'second'.* belongs to .* tensor 'first'"):
-        plan_conversion(state.files, jobs, budget_nbytes=BUDGET, workers=1)
+        plan_conversion(jobs, budget_nbytes=BUDGET, workers=1)
     jobs[2] = replace(jobs[2], target_regions=(Region(0, 32),))
-    regions = plan_conversion(state.files, jobs, budget_nbytes=BUDGET, workers=1).regions
+    regions = plan_conversion(jobs, budget_nbytes=BUDGET, workers=1).regions
     assert [region.tensor for region in regions] == ["first", "second", "other"]
 
 
@@ -163,7 +160,7 @@ def test_what_is_decided_for_one_tensor_is_not_decided_for_another_that_is_cut_a
         for number, decision in enumerate(decisions)
     ]
 
-    regions = plan_conversion(state.files, jobs, budget_nbytes=BUDGET, workers=1).regions
+    regions = plan_conversion(jobs, budget_nbytes=BUDGET, workers=1).regions
 
     fills = [fill for region in regions for fill in region.fills]
     assert [fill.agreeing for fill in fills] == [2, 1, 1, 2]
@@ -186,7 +183,7 @@ def test_states_and_types_that_are_cut_alike_share_what_fills_them():
         )
     ]
 
-    regions = plan_conversion(state.files, jobs, budget_nbytes=BUDGET, workers=1).regions
+    regions = plan_conversion(jobs, budget_nbytes=BUDGET, workers=1).regions
 
     assert len(regions) == 12
     assert len({id(region.pattern) for region in regions}) == 4
@@ -198,7 +195,7 @@ def test_a_copy_is_chosen_where_there_are_several():
     state = stored(HALF_HELD_TWICE)
     job, _ = job_between(state, whole_layout((8,)), FLOAT32, CopyAt((("tp", 1),)))
 
-    (region,) = plan_conversion(state.files, [job], budget_nbytes=BUDGET, workers=1).regions
+    (region,) = plan_conversion([job], budget_nbytes=BUDGET, workers=1).regions
 
     found = {fill.target_range: fill for fill in region.fills}
     assert [source.rank for source in found[range(4)].sources] == [1, 0]
@@ -212,7 +209,7 @@ def test_buffers_are_whole_pages(more):
     state = stored(whole_layout((8,)))
     job, _ = job_between(state, whole_layout((8,)), FLOAT32)
 
-    plan = plan_conversion(state.files, [job], budget_nbytes=budget, workers=1)
+    plan = plan_conversion([job], budget_nbytes=budget, workers=1)
 
     assert plan.buffer_nbytes % SMALLEST == 0
     assert plan.buffer_nbytes >= SMALLEST
@@ -224,11 +221,11 @@ def test_a_plan_has_the_workers_that_were_asked_for_and_fewer_where_they_do_not_
     state = stored(whole_layout((8,)))
     job, _ = job_between(state, whole_layout((8,)), FLOAT32)
     with pytest.raises(BudgetError) as refused:
-        plan_conversion(state.files, [job], budget_nbytes=0, workers=workers)
+        plan_conversion([job], budget_nbytes=0, workers=workers)
     least = refused.value.needed_nbytes
 
     small, large = (
-        plan_conversion(state.files, [job], budget_nbytes=budget, workers=workers)
+        plan_conversion([job], budget_nbytes=budget, workers=workers)
         for budget in (least, 4 * least)
     )
 
@@ -351,8 +348,7 @@ def test_a_region_that_shares_rows_with_nobody_has_buffers_to_itself():
     lone = replace(job, target_layout=only_rank(ranks), target_regions=(Region(0, 0),))
 
     shared, alone = (
-        plan_conversion(state.files, [one], budget_nbytes=least, workers=1).regions
-        for one in (job, lone)
+        plan_conversion([one], budget_nbytes=least, workers=1).regions for one in (job, lone)
     )
 
     assert all(region.pattern.row is not None for region in (*shared, *alone))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from restride.algebra.compose import chain
 from restride.algebra.mesh import as_mesh
-from restride.checkpoint.catalog import FileEntry, Region, StateEntry
+from restride.checkpoint.catalog import Region, StateEntry
 from restride.checkpoint.dtypes import DTYPES
 from restride.layouts import flat_chunks, replicated, zero_group
 from restride.planning.conversion import Job, plan_conversion, plan_reading
@@ -31,17 +31,13 @@ def entry(layout):
     return StateEntry(DTYPE, layout, tuple(regions))
 
 
-def files(count):
-    return [FileEntry(f"{number}.bin", 4096) for number in range(count)]
-
-
 def planned(source, target, replicas):
     job = Job(
         *("w", "fp32", entry(source), target),
         tuple(Region(rank, 0) for rank in range(target.rank_count)),
         *(DTYPE, replicas),
     )
-    return plan_conversion(files(source.rank_count), [job], budget_nbytes=1 << 22, workers=1)
+    return plan_conversion([job], budget_nbytes=1 << 22, workers=1)
 
 
 def sources(region):
@@ -78,7 +74,7 @@ def test_the_first_copy_is_that_of_one_model_parallel_rank_throughout(dp, before
     source = flat(dp, 2, before)
 
     (region,) = plan_reading(
-        files(source.rank_count), [("w", "fp32", entry(source))], budget_nbytes=1 << 22, workers=1
+        [("w", "fp32", entry(source))], budget_nbytes=1 << 22, workers=1
     ).regions
 
     assert {rank % 2 for rank, _ in sources(region).values()} == {0}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from restride.checkpoint.catalog import FileEntry, Region, StateEntry
+from restride.checkpoint.catalog import Region, StateEntry
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.selection import select_optimizer, select_weights
 from restride.formats.deepspeed import read_catalog
@@ -38,8 +38,7 @@ def job(number, source, target):
 
 
 def planned(jobs):
-    files = [FileEntry(f"{rank}.bin", 1 << 20) for rank in range(4)]
-    return plan_conversion(files, jobs, budget_nbytes=1 << 24, workers=1).regions
+    return plan_conversion(jobs, budget_nbytes=1 << 24, workers=1).regions
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=6))
@@ -82,7 +81,7 @@ def test_each_two_layouts_are_matched_once(composed):
         for number, item in enumerate(selected)
     ]
 
-    plan_conversion(catalog.files, jobs, budget_nbytes=1 << 24, workers=1)
+    plan_conversion(jobs, budget_nbytes=1 << 24, workers=1)
 
     assert composed == Counter({(job.target_layout, job.source.layout) for job in jobs})
     assert len(composed) < len(jobs) / 2

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 from msgspec.structs import replace
 
-from restride.checkpoint.catalog import FileEntry, Region, StateEntry
+from restride.checkpoint.catalog import Region, StateEntry
 from restride.checkpoint.dtypes import DTYPES
 from restride.errors import BudgetError
 from restride.layouts import split
@@ -31,8 +31,7 @@ def job(number, source, target):
 
 
 def planned(jobs, budget_nbytes=1 << 30, workers=1):
-    files = [FileEntry(f"{rank}.bin", 1 << 40) for rank in range(RANKS)]
-    return plan_conversion(files, jobs, budget_nbytes=budget_nbytes, workers=workers)
+    return plan_conversion(jobs, budget_nbytes=budget_nbytes, workers=workers)
 
 
 def measured(jobs):

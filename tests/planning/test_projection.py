@@ -32,7 +32,7 @@ class CountingFiles(MemoryFiles):
 
 def carried_out(source, target, dtype, budget):
     job, sizes = job_between(source, target, dtype)
-    plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=1, **POLICY)
+    plan = plan_conversion([job], budget_nbytes=budget, workers=1, **POLICY)
     reader, out = CountingFiles(source.contents), MemoryFiles([bytes(size) for size in sizes])
     SerialExecutor().execute(plan, reader, out, NullObserver())
     written = sum(stop - start for _, start, stop in out.writes)

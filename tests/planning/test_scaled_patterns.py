@@ -25,7 +25,7 @@ def planned(**changes):
     if "dtype" in changes:
         changes = {"source": replace(job.source, dtype=changes["dtype"])}
     other = replace(job, target_regions=(Region(0, 24),), **changes)
-    plan = plan_conversion(stored.files, [job, other], budget_nbytes=1 << 20, workers=1)
+    plan = plan_conversion([job, other], budget_nbytes=1 << 20, workers=1)
     return [[fill.scale for fill in region.fills] for region in plan.regions]
 
 

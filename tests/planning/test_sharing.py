@@ -29,7 +29,7 @@ def columns(tp, **axes):
 
 def converted(source, target, *, budget=1 << 20, executor=SerialExecutor, replicas="check"):
     job, sizes = job_between(source, target, DTYPE, replicas)
-    plan = plan_conversion(source.files, [job], budget_nbytes=budget, workers=2)
+    plan = plan_conversion([job], budget_nbytes=budget, workers=2)
     out = MemoryFiles([b"\xff" * size for size in sizes])
     read = executor().execute(plan, MemoryFiles(source.contents), out, NullObserver())
     assert [bytes(c) for c in out.contents] == [s.tobytes() for s in expected_shards(target, FULL)]
@@ -56,7 +56,7 @@ def test_columns_for_other_ranks_are_the_same_bytes(before, after):
     source, target = (split(shape_of, mesh={"tp": tp}, dim=1) for tp in (before, after))
     stored = store(source, DTYPE, full)
     job, sizes = job_between(stored, target, DTYPE)
-    plan = plan_conversion(stored.files, [job], budget_nbytes=100_000, workers=1)
+    plan = plan_conversion([job], budget_nbytes=100_000, workers=1)
     out = MemoryFiles([bytes(size) for size in sizes])
 
     read = SerialExecutor().execute(plan, MemoryFiles(stored.contents), out, NullObserver())
@@ -85,7 +85,7 @@ def test_a_drift_in_shared_rows_is_averaged_at_its_place():
     contents[2] = contents[2][:front] + drifted.tobytes()
     other = type(source)(source.entry, source.files, tuple(contents))
     job, sizes = job_between(other, columns(4), DTYPE, "mean")
-    plan = plan_conversion(other.files, [job], budget_nbytes=200_000, workers=1)
+    plan = plan_conversion([job], budget_nbytes=200_000, workers=1)
     out = MemoryFiles([bytes(size) for size in sizes])
 
     SerialExecutor().execute(plan, MemoryFiles(other.contents), out, NullObserver())
@@ -112,7 +112,7 @@ def test_a_drift_in_shared_rows_is_averaged_at_its_place():
 def test_a_family_reads_one_shard_in_steps_of_one_size(other):
     source = store(columns(2), DTYPE, FULL)
     job, _ = job_between(source, columns(8), DTYPE)
-    plan = plan_conversion(source.files, [job], budget_nbytes=100_000, workers=1)
+    plan = plan_conversion([job], budget_nbytes=100_000, workers=1)
     first, second = (replace(r, places=(Region(0, 0), Region(1, 0))) for r in plan.regions[:2])
 
     assert list(families([first, second])) == [(0, 1)]
@@ -121,8 +121,7 @@ def test_a_family_reads_one_shard_in_steps_of_one_size(other):
 
 def test_every_step_is_in_one_bundle_and_siblings_stand_together():
     job, _ = job_between(store(columns(2), DTYPE, FULL), columns(8), DTYPE)
-    files = store(columns(2), DTYPE, FULL).files
-    plan = plan_conversion(files, [job], budget_nbytes=100_000, workers=1)
+    plan = plan_conversion([job], budget_nbytes=100_000, workers=1)
 
     found = [bundle for lane in plan.lanes() for bundle in lane]
 
@@ -139,13 +138,13 @@ def test_rows_and_whole_tensors_have_no_families():
     ]:
         stored = store(source, DTYPE, FULL)
         job, _ = job_between(stored, target, DTYPE)
-        plan = plan_conversion(stored.files, [job], budget_nbytes=1 << 20, workers=1)
+        plan = plan_conversion([job], budget_nbytes=1 << 20, workers=1)
         assert all(len(family) == 1 for family in families(plan.regions))
 
 
 def test_ranks_that_read_other_files_than_their_neighbours_are_no_family_with_them():
     stored = store(columns(2), DTYPE, FULL)
     job, _ = job_between(stored, columns(4), DTYPE)
-    plan = plan_conversion(stored.files, [job], budget_nbytes=1 << 20, workers=1)
+    plan = plan_conversion([job], budget_nbytes=1 << 20, workers=1)
 
     assert list(families(plan.regions)) == [(0, 1), (2, 3)]

@@ -27,7 +27,7 @@ def planned(source, target, replicas="check"):
     full = np.arange(source.full_numel, dtype=np.uint16)
     stored = store(source, DTYPE, full)
     job, _ = job_between(stored, target, DTYPE, replicas)
-    return plan_conversion(stored.files, [job], budget_nbytes=1 << 22, workers=1)
+    return plan_conversion([job], budget_nbytes=1 << 22, workers=1)
 
 
 @given(layout_pairs(with_scales=False), st.sampled_from(["check", "first"]), st.data())

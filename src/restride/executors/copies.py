@@ -44,9 +44,7 @@ def find_drift(
     Cost:
         Every copy of what several ranks hold is read once, and nothing else.
     """
-    plan = plan_comparison(
-        catalog.files, arrays, budget_nbytes=budget_nbytes, workers=default_workers()
-    )
+    plan = plan_comparison(arrays, budget_nbytes=budget_nbytes, workers=default_workers())
     if not plan.regions:
         return (), 0
     table = DriftTable(NullObserver(), {})

@@ -73,7 +73,6 @@ def plan_masters(
     *,
     budget_nbytes: int,
     broken: Container[str] = (),
-    workers: int | None = None,
 ) -> MasterPlans | None:
     """Plan to read each weight and its master copy; None where no tensor has both.
 
@@ -84,14 +83,13 @@ def plan_masters(
         catalog: The checkpoint.
         budget_nbytes: Most memory for plans and buffers.
         broken: Places of arrays, as findings name them, that are not to be read.
-        workers: Most steps to run at one time; by default as many as there are cores.
 
     Raises:
         BudgetError: The budget is too small for any buffer.
     """
-    most_workers = max(1, min(default_workers(), budget_nbytes // (4 * _COMPARING_NBYTES)))
+    workers = max(1, min(default_workers(), budget_nbytes // (4 * _COMPARING_NBYTES)))
     tensors = _comparable(catalog, broken)
-    return _plan(catalog, tensors, budget_nbytes, _COMPARING_NBYTES, workers or most_workers)
+    return _plan(tensors, budget_nbytes, _COMPARING_NBYTES, workers)
 
 
 def _comparable(catalog: Catalog, broken: Container[str]) -> list[TensorEntry]:
@@ -109,7 +107,6 @@ def _comparable(catalog: Catalog, broken: Container[str]) -> list[TensorEntry]:
 
 
 def _plan(
-    catalog: Catalog,
     tensors: Sequence[TensorEntry],
     budget_nbytes: int,
     scratch_nbytes: int,
@@ -121,7 +118,6 @@ def _plan(
     try:
         masters, weights = (
             plan_reading(
-                catalog.files,
                 [(tensor.name, state, tensor.states[state]) for tensor in tensors],
                 budget_nbytes=part,
                 workers=workers,
@@ -185,7 +181,7 @@ def spot_check_masters(catalog: Catalog, *, budget_nbytes: int) -> tuple[Finding
         Plans some tensors for each file, and reads some kilobytes of it.
     """
     tensors = _spread(_comparable(catalog, ()))
-    plans = _plan(catalog, tensors, budget_nbytes, _SPOT_SCRATCH_NBYTES, workers=1)
+    plans = _plan(tensors, budget_nbytes, _SPOT_SCRATCH_NBYTES, workers=1)
     if plans is None:
         return ()
     with FilePool() as pool:

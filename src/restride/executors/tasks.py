@@ -108,9 +108,7 @@ def _planned(
     read_back += 2 * digests if has_records else 0  # digests, and no larger buffers
     passing = max(finishing_nbytes(output, **counts), read_back)
     try:
-        plan = plan_conversion(
-            *(catalog.files, jobs), budget_nbytes=budget_nbytes - kept - digests, workers=workers
-        )
+        plan = plan_conversion(jobs, budget_nbytes=budget_nbytes - kept - digests, workers=workers)
     except BudgetError as error:
         needed = kept + error.needed_nbytes + max(digests, passing - LEAST_BUFFERS_NBYTES)
         raise BudgetError(needed_nbytes=needed, budget_nbytes=budget_nbytes) from None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from restride.algebra._digits import Walk
     from restride.algebra.copies import Decision
-    from restride.checkpoint.catalog import FileEntry, StateEntry
+    from restride.checkpoint.catalog import StateEntry
     from restride.checkpoint.dtypes import DType
     from restride.planning.replicas import Block
     from restride.planning.scales import Use
@@ -110,7 +110,6 @@ def whole_layout(shape: tuple[int, ...]) -> Layout:
 
 
 def plan_conversion(
-    files: Sequence[FileEntry],
     jobs: Iterable[Job],
     *,
     budget_nbytes: int,
@@ -119,7 +118,6 @@ def plan_conversion(
     """Plan a conversion that fits a memory budget.
 
     Args:
-        files: Source files, as the catalog numbers them.
         jobs: What to write. Targets do not overlap.
         budget_nbytes: Most memory that plan and buffers may take together.
         workers: Most steps to run at one time, at least 1; fewer where the budget is small.
@@ -141,11 +139,10 @@ def plan_conversion(
     regions = _all_regions(jobs, _Patterns())
     regions.sort(key=lambda region: (region.target_file, region.target_start_nbytes))
     _require_apart(regions)
-    return _sized(files, regions, budget_nbytes, workers)
+    return _sized(regions, budget_nbytes, workers)
 
 
 def plan_comparison(
-    files: Sequence[FileEntry],
     states: Iterable[tuple[str, str, StateEntry]],
     *,
     budget_nbytes: int,
@@ -154,7 +151,6 @@ def plan_comparison(
     """Plan to read every replica and compare it; nothing is written.
 
     Args:
-        files: Source files, as the catalog numbers them.
         states: (tensor, state, entry) of each array to look at.
         budget_nbytes: Most memory that plan and buffers may take together.
         workers: Most steps to run at one time.
@@ -172,11 +168,10 @@ def plan_comparison(
         for whole in (whole_layout(entry.layout.full_shape),)
     )
     regions = _all_regions(jobs, _Patterns(_compared))
-    return _sized(files, [region for region in regions if region.fills], budget_nbytes, workers)
+    return _sized([region for region in regions if region.fills], budget_nbytes, workers)
 
 
 def plan_reading(
-    files: Sequence[FileEntry],
     states: Sequence[tuple[str, str, StateEntry]],
     *,
     dtypes: Sequence[DType] | None = None,
@@ -186,7 +181,6 @@ def plan_reading(
     """Plan to read arrays in logical order, each element once, whatever the replicas hold.
 
     Args:
-        files: Source files, as the catalog numbers them.
         states: (tensor, state, entry) of each array to read.
         dtypes: Type to read each of them in, by default the one that is stored.
         budget_nbytes: Most memory that plan and buffers may take together.
@@ -205,7 +199,7 @@ def plan_reading(
         for number, ((tensor, state, entry), dtype) in enumerate(zip(states, types, strict=True))
         for whole in (whole_layout(entry.layout.full_shape),)
     )
-    return _sized(files, _all_regions(jobs, _Patterns(_chosen)), budget_nbytes, workers)
+    return _sized(_all_regions(jobs, _Patterns(_chosen)), budget_nbytes, workers)
 
 
 def _compared(fills: Iterable[Fill]) -> tuple[Fill, ...]:
@@ -446,9 +440,7 @@ def _without_full(walk: Walk) -> Walk:
     return type(walk)(walk.bases[:2], tuple(digit[:3] for digit in walk.digits))
 
 
-def _sized(
-    files: Sequence[FileEntry], regions: list[RegionPlan], budget_nbytes: int, workers: int
-) -> Plan:
+def _sized(regions: list[RegionPlan], budget_nbytes: int, workers: int) -> Plan:
     """Choose buffers and workers that fit the budget, and cut the regions to match."""
     kept, step = _objects_nbytes(regions)
     left, least = budget_nbytes - kept, LEAST_BUFFERS_NBYTES + step
@@ -461,9 +453,8 @@ def _sized(
     for number, region in enumerate(regions):
         numel = _step_numel(region, buffer, shares=number in sharing)
         regions[number] = replace(region, step_numel=numel)
-    names = tuple(file.name for file in files)
     steps = workers * step
-    return Plan(names, tuple(regions), buffer, workers, kept + steps, steps)
+    return Plan(tuple(regions), buffer, workers, kept + steps, steps)
 
 
 def _objects_nbytes(regions: Sequence[RegionPlan]) -> tuple[int, int]:

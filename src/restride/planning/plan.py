@@ -333,7 +333,6 @@ class Plan(Struct, frozen=True):
     """Everything an executor needs to know.
 
     Attributes:
-        source_files: Paths of the source files, as the catalog names them.
         regions: What to write, in target order.
         buffer_nbytes: Size of one buffer.
         workers: Steps that may run at one time.
@@ -341,7 +340,6 @@ class Plan(Struct, frozen=True):
         steps_nbytes: How much of it steps take, while they are done.
     """
 
-    source_files: tuple[str, ...]
     regions: tuple[RegionPlan, ...]
     buffer_nbytes: int
     workers: int

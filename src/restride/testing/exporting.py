@@ -28,7 +28,7 @@ def write_export(catalog: Catalog, export: Export, out: Path) -> None:
         Job(chosen.tensor, chosen.state, chosen.entry, target.layout, target.regions, target.dtype)
         for chosen, target in zip(export.sources, export.output.tensors, strict=True)
     ]
-    plan = plan_conversion(catalog.files, jobs, budget_nbytes=_BUDGET_NBYTES, workers=2)
+    plan = plan_conversion(jobs, budget_nbytes=_BUDGET_NBYTES, workers=2)
     sink = _Sink()
     try:
         for file in export.output.files:
