@@ -55,6 +55,11 @@ class TorchFile(Frozen):
         """Whether two processes wrote the file at one time, each record as one of them had it."""
         return any(record.is_written_twice for record in self.records.values())
 
+    @property
+    def saved_as(self) -> str:
+        """What the file is called inside: its name without suffix, when torch wrote it."""
+        return next(iter(self.records.values())).name.partition("/")[0]
+
 
 class TorchFiles:
     """Opens files of ``torch.save``, each of them once: what it held is kept as long as this is.
@@ -118,6 +123,10 @@ class TorchFiles:
     def written_twice(self) -> tuple[str, ...]:
         """Paths of the files that two processes wrote at one time."""
         return tuple(path for path, file in self._opened.items() if file.is_written_twice)
+
+    def saved_as(self) -> Mapping[str, str]:
+        """What each file that was opened is called inside, by its path."""
+        return {path: file.saved_as for path, file in self._opened.items()}
 
 
 def open_torch_zip(path: str | PathLike[str], *, limits: Limits = _DEFAULT_LIMITS) -> TorchFile:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from restride.checkpoint.catalog import FileEntry, Finding
 from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._exchanged import files_of_other_ranks
 from restride.formats.deepspeed._experts.files import files_written_twice, open_experts
 from restride.formats.deepspeed._experts.ranks import ExpertRanks
 from restride.formats.deepspeed._files import list_files
@@ -131,6 +132,7 @@ def read_model_files(folder: Path, below: str, opened: TorchFiles) -> ModelFiles
     values = read_values((run,), ((),), expert_files.extras)
     findings += [finding for finding in run.findings if finding.kind not in _EXPECTED]
     findings += files_written_twice(opened)
+    findings += files_of_other_ranks(opened, is_partitioned=run.is_partitioned)
     return ModelFiles(
         run,
         tuple(replace(entry, name=below + entry.name) for entry in run.files.entries),

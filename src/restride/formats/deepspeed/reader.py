@@ -9,6 +9,7 @@ from restride.checkpoint.catalog import Catalog
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._chunks import read_chunks
 from restride.formats.deepspeed._consistency import find_contradictions
+from restride.formats.deepspeed._exchanged import files_of_other_ranks
 from restride.formats.deepspeed._experts.files import files_written_twice, open_experts
 from restride.formats.deepspeed._partitions import read_partitions
 from restride.formats.deepspeed._pipeline.tensors import joined_mesh, joined_tensors
@@ -90,6 +91,7 @@ def read_catalog(
     optimizers = expert_optimizers(run, ranks)
     run.findings.extend(found for stage in runs for found in find_contradictions(stage, optimizers))
     run.findings.extend(files_written_twice(opened))
+    run.findings.extend(files_of_other_ranks(opened, is_partitioned=run.is_partitioned))
     return Catalog(
         format=f"deepspeed zero-{_stage(run)}",
         root=str(run.root),

@@ -1,0 +1,82 @@
+"""Files are under the names of other ranks: each is sound, and all have the same shapes."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from restride import api
+from restride.testing.saved_values import edit_file
+
+FILES = {
+    "model": ("codegen_fused_tp2_z0", "mp_rank_00_model_states", "mp_rank_01_model_states"),
+    "partition": (
+        "llama_tp1dp2_z3",
+        "bf16_zero_pp_rank_0_mp_rank_00_optim_states",
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states",
+    ),
+    "model of ZeRO-3": (
+        "llama_tp2_z3",
+        "zero_pp_rank_0_mp_rank_00_model_states",
+        "zero_pp_rank_0_mp_rank_01_model_states",
+    ),
+    "expert": (
+        "mixtral_ep2_z1",
+        "layer_0_expert_1_mp_rank_00_model_states",
+        "layer_0_expert_3_mp_rank_00_model_states",
+    ),
+    "expert of another layer": (
+        "mixtral_ep2_z1",
+        "layer_0_expert_1_mp_rank_00_model_states",
+        "layer_1_expert_1_mp_rank_00_model_states",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_two_files_are_exchanged(damaged, kind):
+    checkpoint, *names = FILES[kind]
+    run = damaged(checkpoint)
+    first, second = (run.folder / "step" / f"{name}.pt" for name in names)
+    first.rename(run.folder / "kept")
+    second.rename(first)
+    (run.folder / "kept").rename(second)
+
+    run.check_finds(f"{names[0]}.pt was saved as {names[1]}.pt", "[other-rank]")
+    run.convert_refuses()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FILES if "expert" not in kind])
+def test_one_file_is_copied_over_another(damaged, kind):
+    checkpoint, *names = FILES[kind]
+    run = damaged(checkpoint)
+    first, second = (run.folder / "step" / f"{name}.pt" for name in names)
+    shutil.copyfile(first, second)
+
+    run.check_finds(f"{names[1]}.pt was saved as {names[0]}.pt", "[other-rank]")
+    run.convert_refuses()
+
+
+def test_a_file_of_another_precision_by_its_name_is_of_the_same_rank(damaged):
+    run = damaged("llama_tp1dp2_z1")
+    path = run.file("zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    path.rename(path.with_name(path.name.removeprefix("bf16_")))
+
+    assert api.check(run.folder).verdict == "ok"
+
+
+def test_a_file_that_says_nothing_of_its_name_is_taken_at_its_name(damaged):
+    run = damaged("llama_tp1dp2_z1")
+    edit_file(run.file("mp_rank_00_model_states.pt"), lambda _: None)
+
+    assert api.check(run.folder).verdict == "ok"
+
+
+def test_the_model_files_of_a_universal_folder_are_held_against_their_names_too(damaged, tmp_path):
+    api.convert(damaged("llama_tp2_z1").folder, tmp_path / "universal", to="universal")
+    folder = tmp_path / "universal" / "step_universal"
+    shutil.copyfile(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_01_model_states.pt")
+
+    found = [finding.kind for finding in api.open(tmp_path / "universal").findings]
+    assert found.count("other-rank") == 1
