@@ -377,7 +377,13 @@ def test_a_stranger_in_the_folder_is_noted(saved):
 def test_latest_names_a_tag_that_is_not_there(saved):
     (saved / "latest").write_text("global_step7")
 
-    refused(saved, "'global_step7'", "tags here are step", error=FormatError)
+    refused(saved, "'global_step7', which is not there", "tags here are step", error=FormatError)
+
+
+def test_latest_is_empty(saved):
+    (saved / "latest").write_text("\n")
+
+    refused(saved, "latest: is empty: it names no tag", "tags here are step", error=FormatError)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"a" * 5000, b"../../etc"])

@@ -58,7 +58,10 @@ def test_a_format_is_told_by_names(
         ([f"{i}.bin" for i in range(9)], "", r"4\.bin, \.\.\.\)"),
         (["a.bin"], "a.bin", "is a file of no known format; looked for"),
         (["step/a_model_states.pt"], "step/a_model_states.pt", "name the folder '.*step'"),
+        (["latest", "s/a_model_states.pt"], "latest", "is a file of .*; name the folder '.*'"),
         (["u/zero/optimizer_state.pt"], "u/zero", "part of a universal folder; name .*u'"),
+        (["run/1/latest", "run/2/latest", "run/log/x"], "run", r"it has 2 checkpoints: name one"),
+        (["deep/run/1/latest"], "", "looked for: a DeepSpeed checkpoint"),
     ],
 )
 def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(
@@ -69,6 +72,15 @@ def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(
 
     with pytest.raises(FormatError, match=says):
         detect_format(tmp_path / opened)
+
+
+def test_of_a_folder_of_several_steps_the_newest_is_named(tmp_path: Path) -> None:
+    for age, name in enumerate(["checkpoint-1000", "checkpoint-999", "checkpoint-9"]):
+        touch(tmp_path / name / "latest")
+        os.utime(tmp_path / name, (0, 9 - age))
+
+    with pytest.raises(FormatError, match=r"it has 3 checkpoints: .* as '.*checkpoint-1000'"):
+        detect_format(tmp_path)
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:

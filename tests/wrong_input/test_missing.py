@@ -27,7 +27,7 @@ RECORDED = Path(__file__).parents[1] / "data" / "deepspeed"
         (
             "llama_tp1dp2_z3",
             "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-            ("1 of 2 optimizer files", "dp 1 tp 0"),
+            ("1 of 2 optimizer files", "dp 1 tp 0", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
         ),
         (
             "llama_tp2_z3",
@@ -59,7 +59,10 @@ def test_a_file_of_the_optimizer_is_missing_and_the_weights_are_all_there(
     run = damaged(checkpoint)
     run.file(f"zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt").unlink()
 
-    run.check_finds(f"dp {dp} tp {tp}", "missing-file")
+    run.check_finds(
+        f"(dp {dp} tp {tp}), bf16_zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt;",
+        "missing-file",
+    )
     run.convert_refuses(weights=False)
 
 

@@ -21,6 +21,26 @@ def test_a_model_file_of_a_run_that_cut_the_same_model_another_way(damaged):
     run.convert_refuses()
 
 
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_optimizer_files_of_two_ranks_that_were_exchanged_or_copied_over_each_other(
+    damaged, is_copied
+):
+    run = damaged("codegen_fused_tp2dp2_z1")
+    first, second = (run.file(f"zero_pp_rank_{dp}_mp_rank_01_optim_states.pt") for dp in range(2))
+    content = first.read_bytes()
+    if not is_copied:
+        first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+    number = 1 if is_copied else 0
+    run.check_finds(
+        f"rank_{number}_mp_rank_01_optim_states.pt",
+        f"says that it is partition {1 - number} of 2, by its name it is partition {number}; files "
+        "of two ranks were exchanged",
+    )
+    run.convert_refuses()
+
+
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
 def test_a_file_of_a_run_in_another_precision(damaged, name):
     run = damaged("llama_tp2_z1_fp32")

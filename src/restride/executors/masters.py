@@ -271,7 +271,7 @@ def _findings(
             f"tensor {name!r}: its weights in {files[1]} are not its master copies in {files[0]}"
             f"{holder}, rounded to {region.target_dtype}: element {difference.first_index} is "
             f"{weight:.6g}, the master copy gives {master:.6g}{others}; the files are of different "
-            "saves"
+            "saves, or of different ranks"
         )
         details: dict[str, object] = {
             "tensors": [plans.names[number] for number in numbers],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Finding
-from restride.errors import ExecutionError, FormatError, UnsupportedError
+from restride.errors import ExecutionError, FormatError, RestrideError, UnsupportedError
 from restride.frozen import Frozen
 from restride.wording import counted, which
 
@@ -37,7 +37,9 @@ Format: TypeAlias = Literal["deepspeed", "safetensors", "universal"]
 
 _SAFETENSORS: Final = (".safetensors", ".safetensors.index.json")
 _DEEPSPEED_MODEL: Final = re.compile(r".*model_states\.pt")
+_NAMES_A_TAG: Final = ("latest", "latest_universal")
 _MOST_SHOWN: Final = 5
+_MOST_LOOKED_INTO: Final = 1000
 _LOOKED_FOR: Final = (
     "looked for: a DeepSpeed checkpoint (a folder with a 'latest' file, or a tag folder with "
     "*_model_states.pt files), a universal folder of it (with 'latest_universal', or with 'zero'), "
@@ -89,7 +91,13 @@ def open_catalog(
     options: tuple[object, ...] = () if name == "safetensors" else (opened,)
     if name == "deepspeed" and told != _NOTHING:
         options = (opened, *_read_told(told))
-    catalog: Catalog = module.read_catalog(path, *options)
+    try:
+        catalog: Catalog = module.read_catalog(path, *options)
+    except FormatError as error:
+        from restride.formats._damaged import tell_of_others  # noqa: PLC0415 - rarely said
+
+        tell_of_others(error)
+        raise
     if name == "safetensors":
         catalog = replace(catalog, findings=(*catalog.findings, *_left(Path(path))))
     return catalog
@@ -179,17 +187,12 @@ def detect_format(path: str | PathLike[str]) -> Format:
     if not place.is_dir():
         if place.name.endswith(_SAFETENSORS):
             return "safetensors"
-        remedy = f"name the folder {str(place.parent)!r}" if place.suffix == ".pt" else _LOOKED_FOR
+        is_part = place.suffix == ".pt" or place.name in _NAMES_A_TAG
+        remedy = f"name the folder {str(place.parent)!r}" if is_part else _LOOKED_FOR
         raise FormatError("is a file of no known format", where=str(place), remedy=remedy)
     names = _names(place)
-    if _is_universal(place, names):
-        return "universal"
-    if "latest" in names or _has_model_states(names):
-        return "deepspeed"
-    if any(name.endswith(_SAFETENSORS) for name in names):
-        return "safetensors"
-    if _tags(place):
-        return "deepspeed"
+    if found := _format_in(place, names):
+        return found
     if (place / "optimizer_state.pt").is_file():
         raise FormatError(
             "is a part of a universal folder",
@@ -200,8 +203,35 @@ def detect_format(path: str | PathLike[str]) -> Format:
     raise FormatError(
         f"is a folder of no known format (it holds {shown or 'nothing'})",
         where=str(place),
-        remedy=_LOOKED_FOR,
+        remedy=_name_one(place, names) or _LOOKED_FOR,
     )
+
+
+def _format_in(folder: Path, names: list[str]) -> Format | None:
+    if _is_universal(folder, names):
+        return "universal"
+    if "latest" in names or _has_model_states(names):
+        return "deepspeed"
+    if any(name.endswith(_SAFETENSORS) for name in names):
+        return "safetensors"
+    return "deepspeed" if _tags(folder) else None
+
+
+def _name_one(place: Path, names: Sequence[str]) -> str:
+    """Say that a folder holds checkpoints, as one of a run does with those of all its steps."""
+    found = [name for name in names[:_MOST_LOOKED_INTO] if _is_checkpoint(place / name)]
+    if not found:
+        return ""
+    # The newest by the time it was written: by its name, step 1000 comes before step 999.
+    newest = max(found, key=lambda name: (place / name).stat().st_mtime_ns)
+    return f"it has {counted(len(found), 'checkpoint')}: name one, as {str(place / newest)!r}"
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    try:
+        return folder.is_dir() and _format_in(folder, _names(folder)) is not None
+    except (RestrideError, OSError):  # one that may not be looked into
+        return False
 
 
 def _is_universal(folder: Path, names: list[str]) -> bool:

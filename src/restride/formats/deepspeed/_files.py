@@ -24,7 +24,7 @@ from restride.errors import CorruptError, ExecutionError, FormatError, Unsupport
 from restride.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 __all__ = [
@@ -54,6 +54,7 @@ _OTHER_LAYOUTS: Final = (
 _LATEST: Final = "latest"
 _Rank = TypeVar("_Rank", int, tuple[int, int])
 _LONGEST_TAG: Final = 1024
+_MOST_NAMED: Final = 5
 
 
 class OptimizerFile(Frozen):
@@ -128,7 +129,6 @@ def find_tag(path: Path) -> tuple[Path, str]:
     if _has_states(path):
         return path, ""
     tags = _tags(path)
-    known = f"tags here are {', '.join(tags)}" if tags else "there is no tag here"
     if not tags:
         raise FormatError(
             "is no DeepSpeed checkpoint: neither it nor a folder in it has *_model_states.pt files",
@@ -139,18 +139,26 @@ def find_tag(path: Path) -> tuple[Path, str]:
         tag = _read_latest(latest)
         if tag not in tags:
             raise FormatError(
-                f"names the tag {tag!r}, which does not exist",
+                f"names the tag {tag!r}, which is not there"
+                if tag
+                else "is empty: it names no tag",
                 where=str(latest),
-                remedy=f"{known}: open one of these folders",
+                remedy=_name_one(path, tags),
             )
         return path / tag, f"{tag}/"
     if len(tags) > 1:
         raise FormatError(
             f"has {len(tags)} tags and no file {_LATEST!r} that says which one is meant",
             where=str(path),
-            remedy=f"{known}: open one of these folders",
+            remedy=_name_one(path, tags),
         )
     return path / tags[0], f"{tags[0]}/"
+
+
+def _name_one(path: Path, tags: Sequence[str]) -> str:
+    more = "..., " if tags[_MOST_NAMED:] else ""
+    shown = more + ", ".join(tags[-_MOST_NAMED:])
+    return f"tags here are {shown}: name the folder of one, as {str(path / tags[-1])!r}"
 
 
 def list_files(path: Path, below: str) -> TagFolder:

@@ -173,6 +173,15 @@ def _check_fragments(
         moved = _group_order(slots, count)
         if group.fragments == _mapping(moved, group.partition_numel, partition):
             return "group"
+    for other in range(count):
+        if other != partition and group.fragments == _mapping(slots, group.partition_numel, other):
+            raise CorruptError(
+                f"param_slice_mappings says that it is partition {other} of {count}, by its name "
+                f"it is partition {partition}",
+                where=group.where,
+                remedy="files of two ranks were exchanged, or one was copied over the other: copy "
+                "both again",
+            )
     raise _first_difference(group.fragments, expected, group.where)
 
 

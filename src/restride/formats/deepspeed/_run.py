@@ -385,14 +385,25 @@ def _missing_files(
     ]
     if missing:
         named = ", ".join(f"dp {dp} tp {tp}" for dp, tp in missing[:_MOST_NAMED])
+        lost_one = _name_of(run, kind, *missing[0])
+        such = f", {'such as ' if missing[1:] else ''}{lost_one}" if lost_one else ""
         part = {"part": "optimizer"} if kind == "optimizer" and not run.is_partitioned else {}
         kind += f" files of stage {run.pipe}" if run.is_of_pipeline else " files"
         yield Finding(
             "error",
             "missing-file",
             f"{len(missing)} of {run.dp_size * run.tp_size} {kind} "
-            f"{which(len(missing), 'is', 'are')} missing ({named}); {lost} that "
+            f"{which(len(missing), 'is', 'are')} missing ({named}){such}; {lost} that "
             f"{which(len(missing), 'it holds', 'they hold')} parts of are left out",
             str(run.folder.path),
             {"ranks": [list(rank) for rank in missing], **part},
         )
+
+
+def _name_of(run: Run, kind: str, dp: int, tp: int) -> str:
+    """Name of the file of a rank; empty where no other one shows how they begin."""
+    place = f"zero_pp_rank_{dp}_mp_rank_{run.pipe * run.tp_size + tp:02d}"
+    if kind == "model":
+        return f"{place}_model_states.pt"
+    others = run.folder.optimizers
+    return f"{others[0].prefix}{place}_optim_states.pt" if others else ""
