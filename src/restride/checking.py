@@ -112,6 +112,7 @@ def check(
     progress = Continued(observer or NullObserver(), more_nbytes=known)
     both = _OneAfterTheOther(progress, plan, masters)
     table = DriftTable(both, {})
+    table.on_plan(PlanStarted(plan.step_count, plan.total_nbytes, plan.projected_nbytes))
     read_nbytes = run_plan(catalog, plan, None, table)
     if masters is not None:
         both.is_second = True

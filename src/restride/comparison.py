@@ -27,8 +27,8 @@ from restride.executors.copies import as_stored, compared_one, drift_error, find
 from restride.executors.digesting import DigestWriter
 from restride.executors.drift import drift_findings
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
+from restride.executors.running import run_plan
 from restride.executors.sources import CatalogReader, default_workers
-from restride.executors.streaming import StreamingExecutor
 from restride.formats._registry import Told, open_catalogs
 from restride.frozen import Frozen
 from restride.planning.conversion import plan_reading
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from restride.checkpoint.fingerprints import Fingerprints
     from restride.checkpoint.pairing import Pair
     from restride.checkpoint.selection import States
-    from restride.executors._copying import Writer
     from restride.executors.events import Observer
     from restride.planning.plan import Plan
 
@@ -388,7 +387,7 @@ def _fingerprints(
     watching.on_plan(
         PlanStarted(plan.step_count, plan.total_nbytes, plan.projected_nbytes + reserved)
     )
-    read_nbytes = _execute(catalog, plan, writer, watching)
+    read_nbytes = run_plan(catalog, plan, writer, watching)
     watching.on_finish(PlanFinished(read_nbytes, 0, time.perf_counter() - started))
     result: dict[str, dict[str, str]] = {}
     for total, (tensor, state, entry, dtype) in zip(writer.totals, arrays, strict=True):
@@ -419,14 +418,6 @@ def _within(
         raise BudgetError(needed_nbytes=needed, budget_nbytes=budget_nbytes) from None
 
 
-def _execute(catalog: Catalog, plan: Plan, writer: Writer, observer: Observer) -> int:
-    with FilePool() as pool:
-        reader = CatalogReader(catalog, pool)
-        read_nbytes = StreamingExecutor().execute(plan, reader, writer, observer)
-    reader.require_unchanged()
-    return read_nbytes
-
-
 def _plan_both(pairs: Sequence[Pair], budget_nbytes: int) -> tuple[Plan, Plan]:
     """Plans of both sides in which a step of the first fits the buffers of the second."""
     a = [(pair.names[0], pair.state, pair.a.entry, pair.a.dtype) for pair in pairs]
@@ -453,7 +444,7 @@ def _compare(
     with FilePool() as pool:
         second = CatalogReader(catalogs[1], pool)
         writer = CompareWriter(a, b, second, tolerance)
-        read_nbytes = _execute(catalogs[0], a, writer, observer)
+        read_nbytes = run_plan(catalogs[0], a, writer, observer)
     second.require_unchanged()
     return writer.found, read_nbytes + writer.read_nbytes
 

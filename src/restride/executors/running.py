@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from restride.executors.events import PlanStarted
 from restride.executors.sources import CatalogReader
 from restride.executors.streaming import StreamingExecutor
 from restride.storage.ranges import FilePool
@@ -25,7 +24,7 @@ def run_plan(catalog: Catalog, plan: Plan, writer: Writer | None, observer: Obse
         catalog: What the plan reads.
         plan: What to do.
         writer: Target files; None compares the replicas and writes nothing.
-        observer: Receives progress and drift, but not the end.
+        observer: Receives steps and drift. Beginning and end are for who knows what else there is.
 
     Returns:
         Bytes that were read.
@@ -34,7 +33,6 @@ def run_plan(catalog: Catalog, plan: Plan, writer: Writer | None, observer: Obse
         ExecutionError: A file cannot be read or written, or changed since it was opened.
         ReplicaError: Replicas differ and the plan says to check.
     """
-    observer.on_plan(PlanStarted(plan.step_count, plan.total_nbytes, plan.projected_nbytes))
     with FilePool() as pool:
         reader = CatalogReader(catalog, pool)
         read_nbytes = StreamingExecutor().execute(plan, reader, writer, observer)
