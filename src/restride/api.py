@@ -1,4 +1,4 @@
-"""Open, check and convert checkpoints: the seam for the command line, notebooks and viewers.
+"""Open, check, convert and compare checkpoints: the seam for the command line and for notebooks.
 
 Each name is imported when it is first used: who only looks at headers does not load the planner.
 """
@@ -14,31 +14,51 @@ if TYPE_CHECKING:
 
     from restride.checking import CheckReport, check
     from restride.checkpoint.catalog import Catalog
+    from restride.comparison import (
+        ArrayDifference,
+        DiffReport,
+        check_against,
+        diff,
+        fingerprint,
+        read_fingerprints,
+    )
     from restride.conversion import ConvertReport, PartExecutor, convert
     from restride.exports import Wanted
     from restride.projecting import ConvertProjection, dry_run
 
 __all__ = [
+    "ArrayDifference",
     "CheckReport",
     "ConvertProjection",
     "ConvertReport",
+    "DiffReport",
     "PartExecutor",
     "Wanted",
     "check",
+    "check_against",
     "convert",
+    "diff",
     "dry_run",
+    "fingerprint",
     "open",
+    "read_fingerprints",
 ]
 
 _HOMES: Final = {
+    "ArrayDifference": "restride.comparison",
     "CheckReport": "restride.checking",
     "ConvertProjection": "restride.projecting",
     "ConvertReport": "restride.conversion",
+    "DiffReport": "restride.comparison",
     "PartExecutor": "restride.conversion",
     "Wanted": "restride.exports",
     "check": "restride.checking",
+    "check_against": "restride.comparison",
     "convert": "restride.conversion",
+    "diff": "restride.comparison",
     "dry_run": "restride.projecting",
+    "fingerprint": "restride.comparison",
+    "read_fingerprints": "restride.comparison",
 }
 
 

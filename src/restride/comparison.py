@@ -28,7 +28,7 @@ from restride.executors.digesting import DigestWriter
 from restride.executors.drift import drift_findings
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
 from restride.executors.running import run_plan
-from restride.executors.sources import CatalogReader, default_workers
+from restride.executors.sources import CatalogReader, default_budget_nbytes, default_workers
 from restride.formats._registry import Told, open_catalogs
 from restride.frozen import Frozen
 from restride.planning.conversion import plan_reading
@@ -59,7 +59,6 @@ __all__ = [
 
 _Array: TypeAlias = "tuple[str, str, StateEntry, DType]"
 
-_DEFAULT_BUDGET_NBYTES: Final = 512 << 20
 # Temporaries of one thread while values that differ are looked at.
 _COMPARING_NBYTES: Final = 1 << 20
 
@@ -140,7 +139,7 @@ def diff(
     atol: float = 0.0,
     states: States = "all",
     rename: Sequence[tuple[str, str]] = (),
-    budget_nbytes: int = _DEFAULT_BUDGET_NBYTES,
+    budget_nbytes: int | None = None,
     pp_tied: Mapping[str, Sequence[int]] | None = None,
     source_config: str | PathLike[str] | None = None,
     source_rules: str | PathLike[str] | None = None,
@@ -161,7 +160,7 @@ def diff(
         states: Only the weights, or every state.
         rename: Rules (OLD, NEW) for the names of `a`. The first rule whose regular expression OLD
             matches a whole name replaces that name by NEW, in which ``\1`` is the first group.
-        budget_nbytes: Most memory for plans and buffers.
+        budget_nbytes: Most memory for plans and buffers. Default: as for `restride.check`.
         pp_tied: As for `restride.convert`, of pipelines without ZeRO.
         source_config: As for `restride.convert`.
         source_rules: Likewise.
@@ -191,7 +190,8 @@ def diff(
         for pair in pairs
         if pair.a.shape == pair.b.shape and can_compare(pair.a.dtype, pair.b.dtype)
     ]
-    plans = _plan_both(readable, budget_nbytes)
+    budget = default_budget_nbytes() if budget_nbytes is None else budget_nbytes
+    plans = _plan_both(readable, budget)
     found, read_nbytes = _compare(catalogs, plans, tolerance, observer or NullObserver())
     compared_nbytes = plans[0].total_nbytes
     del plans  # what finds copies that differ has the same budget
@@ -207,9 +207,7 @@ def diff(
     for place, side in enumerate(sides):
         catalog = catalogs[place]
         held = [(p.names[place], (p.a, p.b)[place].entry) for p in readable]
-        drifted, more_nbytes = find_drift(
-            catalog, as_stored(catalog, held), budget_nbytes=budget_nbytes
-        )
+        drifted, more_nbytes = find_drift(catalog, as_stored(catalog, held), budget_nbytes=budget)
         unread += [(side, compared_one(own)) for own in drift_findings(catalog, drifted)]
         read_nbytes += more_nbytes
     seconds = time.perf_counter() - started
@@ -241,7 +239,7 @@ def fingerprint(
     path: str | PathLike[str],
     *,
     states: States = "all",
-    budget_nbytes: int = _DEFAULT_BUDGET_NBYTES,
+    budget_nbytes: int | None = None,
     pp_tied: Mapping[str, Sequence[int]] | None = None,
     source_config: str | PathLike[str] | None = None,
     source_rules: str | PathLike[str] | None = None,
@@ -255,7 +253,7 @@ def fingerprint(
     Args:
         path: As for `restride.open`.
         states: Only the weights, or every state.
-        budget_nbytes: Most memory for plan and buffers.
+        budget_nbytes: Most memory for plan and buffers. Default: as for `restride.check`.
         pp_tied: As for `restride.convert`, of a pipeline without ZeRO.
         source_config: As for `restride.convert`.
         source_rules: Likewise.
@@ -288,9 +286,10 @@ def fingerprint(
             else "see `restride check`",
         )
     arrays = list(_selected(catalog, states))
-    found = _fingerprints(catalog, arrays, budget_nbytes, observer)
+    budget = default_budget_nbytes() if budget_nbytes is None else budget_nbytes
+    found = _fingerprints(catalog, arrays, budget, observer)
     held = as_stored(catalog, [(tensor, entry) for tensor, _, entry, _ in arrays])
-    drifted, _ = find_drift(catalog, held, budget_nbytes=budget_nbytes)
+    drifted, _ = find_drift(catalog, held, budget_nbytes=budget)
     if drifted:
         raise drift_error(catalog, drifted)
     return found
@@ -300,7 +299,7 @@ def check_against(
     path: str | PathLike[str],
     file: str | PathLike[str],
     *,
-    budget_nbytes: int = _DEFAULT_BUDGET_NBYTES,
+    budget_nbytes: int | None = None,
     pp_tied: Mapping[str, Sequence[int]] | None = None,
     source_config: str | PathLike[str] | None = None,
     source_rules: str | PathLike[str] | None = None,
@@ -311,7 +310,7 @@ def check_against(
     Args:
         path: As for `restride.open`.
         file: What `restride fingerprint -o` wrote, the manifest of an output, or the output.
-        budget_nbytes: Most memory for plan and buffers.
+        budget_nbytes: Most memory for plan and buffers. Default: as for `restride.check`.
         pp_tied: As for `restride.convert`, of a pipeline without ZeRO.
         source_config: As for `restride.convert`.
         source_rules: Likewise.
@@ -342,7 +341,8 @@ def check_against(
         for array in arrays
         if array[:2] in wanted and f"tensor {array[0]!r}, state {array[1]!r}" not in broken
     ]
-    found = _fingerprints(catalog, sound, budget_nbytes, observer)
+    budget = default_budget_nbytes() if budget_nbytes is None else budget_nbytes
+    found = _fingerprints(catalog, sound, budget, observer)
     return tuple(_deviations(expected, by_name, found, len(arrays) - len(wanted), str(file)))
 
 

@@ -15,7 +15,7 @@ from types import FunctionType, ModuleType
 import pytest
 
 import restride
-from restride import api, cli, comparison
+from restride import api, cli
 from restride.layouts import presets, recognition
 
 RECORDED = Path(__file__).with_name("public_api.txt")
@@ -51,7 +51,6 @@ def public_api() -> str:
         presets,
         recognition,
         api,
-        comparison,
         cli,
     ):
         for name in sorted(module.__all__):

@@ -65,10 +65,8 @@ def command(
     their master copies. Exits with 1 where something is found, and with 2 where a file is missing
     or damaged so that the rest cannot be read.
     """
-    from restride import comparison  # noqa: PLC0415 - help does without
-
     if against is not None:
-        comparison.read_fingerprints(against)
+        api.read_fingerprints(against)
     with open_progress("checking") as observer:
         report = api.check(
             checkpoint,
@@ -80,7 +78,7 @@ def command(
         )
     if against is not None:
         with open_progress("comparing fingerprints") as observer:
-            deviations = comparison.check_against(
+            deviations = api.check_against(
                 checkpoint,
                 against,
                 budget_nbytes=memory,

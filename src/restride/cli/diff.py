@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from restride import api
 from restride.cli.contents import show_headline
 from restride.cli.cut_options import source_options
 from restride.cli.exits import concluded
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Literal
 
+    from restride.api import ArrayDifference, DiffReport
     from restride.arrays.differences import Number as Value
     from restride.cli.output import Page
-    from restride.comparison import ArrayDifference, DiffReport
 
 __all__ = ["command", "show_report"]
 
@@ -93,10 +94,8 @@ def command(
     Of several --rename rules the first that matches counts. The last = ends OLD; \1 in NEW is the
     first group: --rename 'module\.(.*)=\1'.
     """
-    from restride import comparison  # noqa: PLC0415 - help does without
-
     with open_progress("comparing") as observer:
-        report = comparison.diff(
+        report = api.diff(
             a,
             b,
             rtol=rtol,

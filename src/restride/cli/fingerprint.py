@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from restride import api
 from restride.checkpoint.fingerprints import fingerprints_to_json
 from restride.cli.cut_options import source_options
 from restride.cli.exits import ExitCode
@@ -64,12 +65,10 @@ def command(
     arrays that differ by accident have the same one with a chance below 2^-95; it is no
     protection against forgery.
     """
-    from restride import comparison  # noqa: PLC0415 - help does without
-
     if out is not None and Path(out).exists() and not force:
         raise ExistsError("it exists already", where=out, remedy="choose another name, or --force")
     with open_progress("reading") as observer:
-        found = comparison.fingerprint(
+        found = api.fingerprint(
             checkpoint,
             states=states,
             budget_nbytes=memory,
