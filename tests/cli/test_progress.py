@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from contextlib import nullcontext
+from threading import Event
 from typing import TYPE_CHECKING
 
 import pytest
 
+from restride.cli import waiting
 from restride.cli.progress import BarProgress, LineProgress, open_progress
+from restride.cli.waiting import Waiting
 from restride.executors.events import PlanFinished, PlanStarted, ReplicaDrift, StepFinished
 
 if TYPE_CHECKING:
@@ -169,3 +173,101 @@ def run(observer: Observer) -> None:
         observer.on_step(step(number))
     observer.on_drift(ReplicaDrift("a", "weight", (0, 1), 4, 2, None))
     observer.on_finish(PlanFinished(1, 1, 1.0))
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits is told at once, and again and again."""
+    monkeypatch.setattr(waiting, "_SECONDS_IN_LOG", (0.01, 0.01))
+    monkeypatch.setattr(waiting, "_SECONDS_ON_TERMINAL", (0.01, 0.01))
+
+
+class Told:
+    """Standard error of which somebody waits for a line."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.has_line = Event()
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, text: str) -> None:
+        self.text += text
+        self.has_line.set()
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch) -> Told:
+    """Standard error, from now on; a fixture would put it in the place of another one."""
+    stream = Told()
+    monkeypatch.setattr(sys, "stderr", stream)
+    return stream
+
+
+@pytest.mark.usefixtures("hasty")
+def test_reading_headers_and_planning_are_told_while_they_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = replaced(monkeypatch)
+    with LineProgress("converting") as observer:
+        assert told.has_line.wait(10)
+        observer.on_plan(PLAN)
+        assert "restride: reading headers and planning, 0.0" in told.text
+        told.text = ""
+        observer.on_step(step(1))
+
+        assert told.text == ""
+    assert not who_waits()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_finishing_is_told_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = replaced(monkeypatch)
+    with LineProgress("converting") as observer:
+        observer.on_plan(PLAN)
+        told.has_line.clear()
+        observer.on_step(step(4))
+
+        assert told.has_line.wait(10)
+        assert "restride: converting: finishing, 0.0" in told.text
+    assert not who_waits()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_the_line_of_a_terminal_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    is_drawn = Event()
+
+    def draw(text: str) -> None:
+        drawn.append(text)
+        is_drawn.set()
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(waiting, "_draw", draw)
+    with Waiting("reading headers"):
+        assert is_drawn.wait(10)
+
+    assert drawn[0].startswith("\r\x1b[Krestride: reading headers, 0.0")
+    assert drawn[-1] == "\r\x1b[K"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_is_soon_over_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool
+) -> None:
+    told = replaced(monkeypatch)
+    drawn: list[str] = []
+    monkeypatch.setattr(waiting, "_draw", drawn.append)
+    monkeypatch.setattr(told, "isatty", lambda: is_terminal)
+    with Waiting("reading headers"):
+        pass
+
+    assert (told.text, drawn) == ("", [])
+
+
+def who_waits() -> list[str]:
+    """Threads that would still tell of something."""
+    return [thread.name for thread in threading.enumerate() if thread.name == "Waiting"]

@@ -36,7 +36,7 @@ STOPPED = """
 import os, signal, sys, time
 from restride.cli.signals import stop_on_signals
 
-with stop_on_signals() as stop:
+with stop_on_signals(lambda: True) as stop:
     for number in map(int, sys.argv[1:]):
         os.kill(os.getpid(), number)
 print("told" if stop.is_set() else "not told")
@@ -59,6 +59,23 @@ def check(*_, **__):
 
 api.check = check
 sys.exit(main(["check", "x"]))
+"""
+
+
+PREPARING = """
+import os, signal, sys
+from restride import preparation
+from restride.cli import main
+
+# What is started in the background of a script ignores interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def open_catalog(*_):
+    os.kill(os.getpid(), int(sys.argv[1]))
+    raise AssertionError("it goes on")
+
+preparation.open_catalog = open_catalog
+sys.exit(main(["convert", "x", "out", *sys.argv[2:]]))
 """
 
 
@@ -108,6 +125,17 @@ def test_the_first_signal_is_told_and_the_second_ends_at_once_with_what_to_do(
 
     assert ran(STOPPED, number.value) == (0, "told\n", first)
     assert ran(STOPPED, number.value, number.value) == (-number, "", first + second)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("process", [(), ("--process=1/2",)], ids=["alone", "led"])
+def test_a_signal_ends_a_conversion_at_once_while_there_is_nothing_to_keep(
+    number: signal.Signals, process: tuple[str, ...]
+) -> None:
+    code, out, told = ran(PREPARING, number.value, *process)
+
+    assert (code, out) == (130, "")
+    assert told == "restride: interrupted\n"
 
 
 def test_a_terminal_gets_its_line_and_its_cursor_back() -> None:

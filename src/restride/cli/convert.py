@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import click
@@ -31,6 +31,7 @@ from restride.cli.sections import SectionedCommand
 from restride.cli.signals import stop_on_signals
 from restride.cli.sizes import format_count, format_duration, format_rate, format_size
 from restride.cli.stage_options import stage_options
+from restride.cli.waiting import Waiting
 from restride.errors import MissingProcessError, RestrideError
 
 if TYPE_CHECKING:
@@ -276,14 +277,15 @@ def command(
     this = _this(process, executor)
     if dry_run:
         if not this.number:
-            projection = api.dry_run(
-                *(checkpoint, out, wanted),
-                budget_nbytes=memory,
-                workers=workers,
-                replicas=replicas,
-                force=force,
-                resume=resume,
-            )
+            with Waiting("reading headers and planning"):
+                projection = api.dry_run(
+                    *(checkpoint, out, wanted),
+                    budget_nbytes=memory,
+                    workers=workers,
+                    replicas=replicas,
+                    force=force,
+                    resume=resume,
+                )
             show_projection(projection, out, as_json=as_json)
         return ExitCode.OK
     with _running(this, executor) as (pool, observer, stop):
@@ -320,13 +322,13 @@ def _this(process: tuple[int, int] | None, executor: str | None) -> Process:
 @contextmanager
 def _running(
     this: Process, executor: str | None
-) -> Iterator[tuple[PartExecutor | None, Observer | None, Event]]:
+) -> Iterator[tuple[PartExecutor | None, Observer, Event]]:
     """What runs the parts, what shows progress, and what ends the run; process 0 alone shows."""
     with (
         _named(this),
         open_executor(executor) as pool,
-        open_progress("converting") if not this.number else nullcontext() as observer,
-        stop_on_signals(is_told=not this.number) as stop,
+        open_progress("converting", is_shown=not this.number) as observer,
+        stop_on_signals(lambda: observer.is_planned, is_told=not this.number) as stop,
     ):
         yield pool, observer, stop
 

@@ -20,6 +20,7 @@ from restride.cli.options import json_option
 from restride.cli.output import Column, open_page, write_json
 from restride.cli.picture import format_shape
 from restride.cli.sizes import format_count
+from restride.cli.waiting import Waiting
 from restride.cli.words import describe_layout
 from restride.frozen import Frozen
 from restride.layouts.presets import name_pattern
@@ -65,7 +66,8 @@ def command_for(checkpoint: str) -> click.Command:
         shows the families of layouts that each cut belongs to: what the checkpoint alone says of
         other ranks.
         """
-        catalog = api.open(checkpoint, source_config=source_config, source_rules=source_rules)
+        with Waiting("reading headers"):
+            catalog = api.open(checkpoint, source_config=source_config, source_rules=source_rules)
         if tp is None:
             if (config, rules, plan, grain) != (None,) * 4:
                 raise click.UsageError("say how many ranks the next run has: --tp")

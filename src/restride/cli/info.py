@@ -18,6 +18,7 @@ from restride.cli.findings import show_findings
 from restride.cli.options import PathName, json_option
 from restride.cli.output import open_page, write_json
 from restride.cli.stage_options import tied_option
+from restride.cli.waiting import Waiting
 
 if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog
@@ -50,9 +51,10 @@ def command(
     CHECKPOINT is a folder that a training job saved, or a file or folder of safetensors. Only
     headers and indices are read, no tensor.
     """
-    catalog = api.open(
-        checkpoint, pp_tied=pp_tied, source_config=source_config, source_rules=source_rules
-    )
+    with Waiting("reading headers"):
+        catalog = api.open(
+            checkpoint, pp_tied=pp_tied, source_config=source_config, source_rules=source_rules
+        )
     if as_json:
         write_json(catalog_to_json(catalog))
         return

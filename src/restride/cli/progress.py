@@ -1,4 +1,7 @@
-"""Progress of long work on standard error: a bar on a terminal, now and then a line elsewhere."""
+"""Progress of long work on standard error: a bar on a terminal, now and then a line elsewhere.
+
+What comes before the plan, and after the last byte, has no measure: it is told how long it takes.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 from restride.cli.output import printable, tell
 from restride.cli.sizes import format_duration, format_rate, format_size
+from restride.cli.waiting import Waiting
+from restride.executors.events import NullObserver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
         StepFinished,
     )
 
-__all__ = ["BarProgress", "LineProgress", "open_progress"]
+__all__ = ["BarProgress", "LineProgress", "NoProgress", "open_progress"]
 
 _SECONDS_BETWEEN_LINES: Final = 10.0
 # A bar is drawn ten times in a second; steps may be a thousand.
@@ -33,14 +38,18 @@ _SECONDS_BETWEEN_WORDS: Final = 0.05
 _WIDTH_OF_VERB: Final = 44
 _WIDTH_OF_WORDS: Final = 70
 _WIDTH_OF_BAR: Final = 78
+_PREPARING: Final = "reading headers and planning"
 
 
-def open_progress(verb: str) -> BarProgress | LineProgress:
+def open_progress(verb: str, *, is_shown: bool = True) -> BarProgress | LineProgress | NoProgress:
     """Observer that reports on standard error, to be used in a ``with`` block.
 
     Args:
         verb: What is done, such as ``"converting"``.
+        is_shown: Whether anything is to be seen of it.
     """
+    if not is_shown:
+        return NoProgress()
     return BarProgress(verb) if sys.stderr.isatty() else LineProgress(verb)
 
 
@@ -73,20 +82,44 @@ class _Pace:
         return f"{sizes}, {format_rate(nbytes, seconds)}, {left} left", f"{share}, {left} left"
 
 
+class NoProgress(NullObserver):
+    """Shows nothing, as the processes do that another one leads.
+
+    Attributes:
+        is_planned: Whether the work itself has begun.
+    """
+
+    is_planned = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left open."""
+
+    def on_plan(self, _event: PlanStarted, /) -> None:
+        """Note that the work begins."""
+        self.is_planned = True
+
+
 class LineProgress:
     """Writes one line every ten seconds: enough for a log, and nothing at all for short work.
 
     Attributes:
         clock: Seconds from any start; tests hand in their own.
+        is_planned: Whether the work itself has begun.
     """
 
     def __init__(self, verb: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
+        self.is_planned = False
         self._verb = verb
         self._pace = _Pace(0, clock)
         self._reported = clock()
+        self._waiting = Waiting(_PREPARING)
 
     def __enter__(self) -> Self:
+        self._waiting.begin()
         return self
 
     def __exit__(
@@ -95,16 +128,23 @@ class LineProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Nothing is left open."""
+        """Say nothing more."""
+        self._waiting.end()
 
     def on_plan(self, event: PlanStarted, /) -> None:
         """Note how much there is to do."""
+        self._waiting.end()
+        self.is_planned = True
         self._pace = _Pace(event.total_nbytes, self.clock)
         self._reported = self.clock()
 
     def on_step(self, event: StepFinished, /) -> None:
         """Write a line if the last one is old."""
         now = self._pace.step(event.done_nbytes)
+        if event.done_nbytes >= self._pace.total_nbytes:
+            self._waiting.end()
+            self._waiting = Waiting(f"{self._verb}: finishing")
+            self._waiting.begin()
         if now - self._reported < _SECONDS_BETWEEN_LINES or not event.done_nbytes:
             return
         self._reported = now
@@ -123,9 +163,15 @@ class LineProgress:
 
 
 class BarProgress:
-    """A bar with the rate and the time left, gone when the work is done or has failed."""
+    """A bar with the rate and the time left, gone when the work is done or has failed.
+
+    Attributes:
+        is_planned: Whether the work itself has begun.
+    """
 
     def __init__(self, verb: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.is_planned = False
+        self._waiting = Waiting(_PREPARING)
         self._clock = clock
         self._verb = verb
         self._progress: Progress | None = None
@@ -134,6 +180,7 @@ class BarProgress:
         self._worded = -math.inf
 
     def __enter__(self) -> Self:
+        self._waiting.begin()
         return self
 
     def __exit__(
@@ -143,11 +190,14 @@ class BarProgress:
         trace: TracebackType | None,
     ) -> None:
         """Take the bar away and give the cursor back."""
+        self._waiting.end()
         if self._progress is not None:
             self._progress.stop()
 
     def on_plan(self, event: PlanStarted, /) -> None:
         """Draw the bar."""
+        self._waiting.end()
+        self.is_planned = True
         from rich.console import Console  # noqa: PLC0415
         from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415
         from rich.table import Column  # noqa: PLC0415

@@ -1,6 +1,7 @@
 """^C and SIGTERM stop long work at the end of a step; a second one ends the process at once.
 
-What has no steps to keep, such as a check, they end at once, with the same exit code.
+What has no steps to keep, such as a check, they end at once, with the same exit code; and so they
+do while headers are read and a plan is made, which may take minutes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
 __all__ = ["sigterm_interrupts", "stop_on_signals"]
@@ -39,16 +40,20 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def stop_on_signals(*, is_told: bool = True) -> Iterator[threading.Event]:
+def stop_on_signals(
+    is_begun: Callable[[], bool], *, is_told: bool = True
+) -> Iterator[threading.Event]:
     """Yield an event that the first SIGINT or SIGTERM sets while the block runs.
 
     Args:
+        is_begun: Whether there is something to keep. Before that a signal is a KeyboardInterrupt.
         is_told: Whether to write that it was heard.
     """
     stop = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        del frame
+        if not is_begun():
+            signal.default_int_handler(number, frame)
         if stop.is_set():
             if is_told:
                 _write(_ENDED, ahead=_NO_BAR + _CURSOR)
