@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import pwd
+import shutil
 import signal
 import stat
 import subprocess
@@ -24,6 +25,9 @@ import pytest
 from restride.checkpoint.output import Output, OutputFile
 from restride.errors import ExecutionError, ExistsError, PlanError
 from restride.storage import output_files, reserving
+from restride.storage.companions import Team
+from restride.storage.journal import Journal
+from restride.storage.locks import locked
 from restride.storage.output_files import OutputFiles
 from restride.storage.unfinished import Purpose, require_startable, unfinished_output
 
@@ -704,13 +708,15 @@ def test_every_file_and_folder_is_synced_before_the_rename(
     monkeypatch.setattr(os, "fsync", record)
     renamed = failing_rename(monkeypatch, {})
 
-    write(tmp_path / "out", b"new")
+    write(tmp_path / "deep" / "er" / "out", b"new")
 
     (path,) = map(str, renamed)
     files = [name for name in synced if name.startswith(path)]
     assert sorted(files) == [path, f"{path}/a", f"{path}/a/b.bin"]
     assert files[0] == f"{path}/a/b.bin"
-    assert synced[-1] == str(tmp_path)
+    assert synced[-1] == f"{tmp_path}/deep/er"
+    # Folders that were made for it: an output in one that is lost is lost.
+    assert {f"{tmp_path}", f"{tmp_path}/deep"} <= set(synced)
 
 
 @pytest.fixture
@@ -812,3 +818,138 @@ def test_a_folder_in_the_place_of_a_file_is_an_error(tmp_path: Path) -> None:
             directory.preallocate("a/b", 1)
         with pytest.raises(ExecutionError, match="cannot be created"):
             directory.preallocate("n" * 300, 1)
+
+
+PUBLISHED = {"published": True}
+
+
+def left(final: Path, *records: dict[str, object], content: bytes | None = None) -> Path:
+    """What an earlier process left beside an output."""
+    folder = final.with_name(f"{final.name}.partial")
+    folder.mkdir()
+    journal = Journal(folder / "journal")
+    journal.append([FIRST, *records])
+    journal.close()
+    if content is not None:
+        (folder / "files").mkdir()
+        (folder / "files" / "f").write_bytes(content)
+    return folder
+
+
+def finished(final: Path) -> Purpose:
+    return Purpose(FIRST, lambda _: "", lambda folder: folder == final and (final / "f").exists())
+
+
+@pytest.mark.parametrize("has_journal", [False, True])
+def test_an_output_that_was_finished_is_not_written_again_and_what_is_left_is_removed(
+    tmp_path: Path, *, has_journal: bool
+) -> None:
+    final = tmp_path / "out"
+    write_file(final / "f", b"done")
+    if has_journal:
+        left(final, {"nbytes": 1}, PUBLISHED)
+    with unfinished_output(final, finished(final), resume=True) as place:
+        assert place.is_published
+        assert place.records == (({"nbytes": 1}, PUBLISHED) if has_journal else ())
+    assert tree(tmp_path) == {"out/f": b"done"}
+    assert list(tmp_path.iterdir()) == [final]
+
+    if has_journal:
+        left(final, PUBLISHED)
+    with (
+        pytest.raises(ExistsError, match="out: the directory exists and is not empty"),
+        unfinished_output(final, finished(final)),
+    ):
+        pytest.fail("it was finished")
+    assert tree(tmp_path) == {"out/f": b"done"}
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_an_output_that_was_finished_is_written_again_with_force(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+    for resume in (False, True):
+        write_file(final / "f", b"done")
+        left(final, PUBLISHED)
+        with unfinished_output(final, finished(final), force=True, resume=resume) as place:
+            if place.is_published:
+                assert resume
+                continue
+            place.files.preallocate("g", 1)
+            place.publish()
+        assert tree(tmp_path) == {"out/g": b"\0"}
+        shutil.rmtree(final)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_output_that_was_not_yet_put_in_place_is_gone_on_with(
+    tmp_path: Path, *, is_there: bool
+) -> None:
+    final = tmp_path / "out"
+    folder = left(final, {"nbytes": 40}, PUBLISHED, content=b"new")
+    if is_there:  # what it is to replace is the same output, or has the same name
+        write_file(final / "f", b"old")
+    with (
+        pytest.raises(ExistsError, match="is here, 40 of 100 bytes done; add --resume"),
+        unfinished_output(final, finished(final)),
+    ):
+        pytest.fail("it was not finished")
+    assert tree(folder / "files") == {"f": b"new"}
+
+    with unfinished_output(final, finished(final), resume=True, force=is_there) as place:
+        assert not place.is_published
+        assert place.is_resumed
+        assert place.keeps
+        assert (place.records, place.done_nbytes) == (({"nbytes": 40}, PUBLISHED), 40)
+        place.files.adopt(Output((OutputFile("f", 3),)))
+        place.publish()
+    assert tree(tmp_path) == {"out/f": b"new"}
+
+
+def test_a_finished_output_that_was_spoiled_is_begun_anew(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+    left(final, PUBLISHED)
+    with unfinished_output(final, finished(final), resume=True) as place:
+        assert place.is_resumed
+        assert not place.is_published
+        assert place.files.path.is_dir()
+
+
+def test_what_died_between_two_renames_is_put_back_first(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+    folder = left(final, PUBLISHED, content=b"new")
+    write_file(folder / "replaced" / "f", b"old")
+    with (
+        pytest.raises(ExistsError, match="an unfinished"),
+        unfinished_output(final, finished(final), force=False),
+    ):
+        pytest.fail("something is there")
+    assert tree(tmp_path) == {
+        "out/f": b"old",
+        "out.partial/files/f": b"new",
+        "out.partial/journal": (folder / "journal").read_bytes(),
+        "out.partial/lock": (folder / "lock").read_bytes(),
+    }
+
+
+def test_nothing_is_begun_anew_while_a_process_of_an_earlier_run_writes(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+    team = Team("run", ((0, 0), (1, 0), (2, 0)))
+    folder = left(final, team.record, content=b"new")
+    (folder / "journal.1").touch()
+    with locked(folder / "members", what="part", shared=True):
+        with (
+            pytest.raises(ExecutionError, match="is writing it"),
+            unfinished_output(final, finished(final), force=True),
+        ):
+            pytest.fail("another one writes")
+        assert tree(folder / "files") == {"f": b"new"}
+        assert (folder / "journal.1").exists()
+    with unfinished_output(final, finished(final), force=True) as place:
+        assert not (folder / "journal.1").exists()
+        assert place.team is None
+        assert not list(place.files.path.iterdir())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)

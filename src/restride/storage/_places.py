@@ -85,8 +85,12 @@ def require_no_input(folder: Path, inputs: Iterable[Path]) -> None:
             )
 
 
-def make_parents(target: Path) -> list[Path]:
+def make_parents(target: Path, *, durable: bool = True) -> list[Path]:
     """Make the missing parents of `target`; return them, innermost first.
+
+    Args:
+        target: Where the output shall be.
+        durable: Whether to wait until the disk has their names.
 
     Raises:
         ExecutionError: What is there is no folder, or the system cannot make them.
@@ -95,6 +99,8 @@ def make_parents(target: Path) -> list[Path]:
     missing = [folder for folder in target.parents if not folder.exists()]
     with translated("cannot be created", target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
+    for folder in missing if durable else ():
+        sync_path(folder.parent)
     return missing
 
 

@@ -289,7 +289,7 @@ def unfinished_output(
     if not os.path.lexists(place.folder) and not (resume and purpose.is_written(target)):
         told = purpose.told_of(target) if resume and not force else ""
         require_free(target, force=force, inputs=kept, told=told)
-    fresh = make_parents(target)
+    fresh = make_parents(target, durable=durable)
     is_removed = False
     try:
         with _held(place.folder, target, patience_seconds):
