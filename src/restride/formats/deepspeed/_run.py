@@ -213,15 +213,18 @@ def open_stages(
     runs: list[Run] = []
     stages = read_stages(folder, files.open, grid, own, zeros, has_weights=has_weights, tied=tied)
     for pipe, read in enumerate(stages):
+        own_models, own_zeros = read.models, _of_stage(zeros, grid, pipe)
+        if not read.partitioned:
+            own_models, own_zeros = in_one_order(own_models, own_zeros)
         run = Run(
             root=root,
             folder=folder,
             files=files,
             dp_size=dp_size,
             tp_size=grid.tp_size,
-            models=read.models,
+            models=own_models,
             partitioned=read.partitioned,
-            zeros=_of_stage(zeros, grid, pipe),
+            zeros=own_zeros,
             stage=stage,
             findings=findings,
             pipe=pipe,
@@ -230,7 +233,6 @@ def open_stages(
             names=read.names,
             layers=tuple(read.layers.layers if read.layers else ()),
         )
-        run = in_one_order(run)
         _check_stage(run)
         findings.extend(_missing(run, has_optimizer=bool(zeros)))
         runs.append(run)

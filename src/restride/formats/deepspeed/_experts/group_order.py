@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._model import ModelFile, Shapes
     from restride.formats.deepspeed._optimizer import ZeroFile
-    from restride.formats.deepspeed._run import Run
     from restride.formats.deepspeed._whole.file import WholeFile
 
 __all__ = ["alike", "in_one_order", "said_rank_counts", "said_size", "same_order"]
@@ -46,24 +45,28 @@ def said_rank_counts(groups: Iterable[Field]) -> tuple[int, ...]:
     return tuple(sorted({size for group in groups if (size := said_size(group)) is not None}))
 
 
-def in_one_order(run: Run) -> Run:
-    """A run whose optimizer files have the groups of experts in the order of its first model file.
+def in_one_order(
+    models: tuple[ModelFile, ...], zeros: dict[tuple[int, int], ZeroFile]
+) -> tuple[tuple[ModelFile, ...], dict[tuple[int, int], ZeroFile]]:
+    """Files that have the groups of experts in the order of the first model file.
+
+    Args:
+        models: Model files. Those of ZeRO-3 have parts of groups, and no experts of this kind.
+        zeros: Optimizer files, by rank.
 
     Raises:
         CorruptError: Files contradict each other.
     """
-    if run.is_partitioned:  # it has parts of groups, and no experts of this kind
-        return run
-    sizes = {place: [said_size(g) for g in zero.param_groups] for place, zero in run.zeros.items()}
+    sizes = {place: [said_size(g) for g in zero.param_groups] for place, zero in zeros.items()}
     if len({size for own in sizes.values() for size in own} - {None}) <= 1:
-        return run
-    shapes = run.models[0].param_shapes or ()
-    order = [_size_of(members, run.zeros.values(), run.models[0].name) for members in shapes]
-    zeros = {
+        return models, zeros
+    shapes = models[0].param_shapes or ()
+    order = [_size_of(members, zeros.values(), models[0].name) for members in shapes]
+    ordered = {
         place: _reordered(zero, same_order(order, sizes[place], zero.name))
-        for place, zero in run.zeros.items()
+        for place, zero in zeros.items()
     }
-    return replace(run, zeros=zeros, models=tuple(_like(model, shapes) for model in run.models))
+    return tuple(_like(model, shapes) for model in models), ordered
 
 
 def alike(files: Sequence[WholeFile]) -> list[WholeFile]:
