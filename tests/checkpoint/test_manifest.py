@@ -36,7 +36,7 @@ MANIFEST = Manifest(
 
 
 def test_a_manifest_is_read_as_it_was_written():
-    content = manifest_to_json(MANIFEST)
+    content = bytes(manifest_to_json(MANIFEST))
 
     assert manifest_from_json(content, where="m") == MANIFEST
     assert manifest_to_json(manifest_from_json(content, where="m")) == content
@@ -49,14 +49,14 @@ def test_that_of_many_ranks_is_read_as_well():
     parts = tuple(ManifestPart(4 * n, 4, (n,), name, "exp_avg") for n in range(90_000))
     manifest = replace(MANIFEST, files={"a": ManifestFile(4 * len(parts), parts)})
 
-    content = manifest_to_json(manifest)
+    content = bytes(manifest_to_json(manifest))
 
     assert len(content) > 16 << 20
     assert manifest_from_json(content, where="m") == manifest
 
 
 def test_it_is_json_with_one_member_a_line():
-    content = manifest_to_json(MANIFEST)
+    content = bytes(manifest_to_json(MANIFEST))
 
     assert content == json.dumps(json.loads(content), indent=1).encode() + b"\n"
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused_with_its_place(change, error, problem):
 
 
 def test_one_that_was_edited_is_told_from_its_digest():
-    content = manifest_to_json(MANIFEST).replace(b"1.2.3", b"1.2.4")
+    content = bytes(manifest_to_json(MANIFEST)).replace(b"1.2.3", b"1.2.4")
 
     with pytest.raises(CorruptError, match="m: it is not as it was written"):
         manifest_from_json(content, where="m")

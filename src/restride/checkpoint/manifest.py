@@ -100,29 +100,41 @@ class Manifest(Frozen):
     options: Mapping[str, object] = field(default_factory=dict)
 
 
-def manifest_to_json(manifest: Manifest) -> bytes:
+def manifest_to_json(manifest: Manifest) -> bytearray:
     """The content of the file; the same for the same output."""
     import msgspec  # noqa: PLC0415 - not before the end of a conversion
 
-    head = {
-        "format": _FORMAT,
-        "version": manifest.version,
-        "job": manifest.job,
-        "options": dict(manifest.options),
-        "block_nbytes": manifest.block_nbytes,
-    }
-    # File by file: as values of Python all of them would take ten times the memory of the text.
-    content = bytearray(_compact(head)[:-1].encode() + b',"files":{')
+    def indented(text: str, depth: int) -> bytes:
+        # Not by Python, which takes longer to indent than to digest all files.
+        lines = msgspec.json.format(text.encode(), indent=1)
+        return lines.replace(b"\n", b"\n" + b" " * depth)
+
+    head = _compact(
+        {
+            "format": _FORMAT,
+            "version": manifest.version,
+            "job": manifest.job,
+            "options": dict(manifest.options),
+            "block_nbytes": manifest.block_nbytes,
+        }
+    )
+    digest = blake2b(head[:-1].encode(), digest_size=16)
+    digest.update(b',"files":{')
+    content = bytearray(indented(head, 0)[:-2] + b',\n "files": {')
+    # File by file: values of Python take ten times the memory of the text, and a second text of all
+    # of them without indents as much again.
     spelled = cache(_compact)
-    for number, (name, file) in enumerate(manifest.files.items()):
-        text = f"{','[:number]}{_compact(name)}:{_file_to_json(file, spelled)}"
-        content += text.encode()
-    tensors = {name: dict(states) for name, states in manifest.tensors.items()}
-    content += f'}},"tensors":{_compact(tensors)}}}'.encode()
-    # The member of its own digest is the last; not spelled again for it, and not by Python, which
-    # takes longer to indent than to digest all files.
-    content[-1:] = b',"digest":"%b"}' % _digest_of(content).encode()
-    return msgspec.json.format(bytes(content), indent=1) + b"\n"
+    comma = ""
+    for name, file in manifest.files.items():
+        key, value = _compact(name), _file_to_json(file, spelled)
+        digest.update(f"{comma}{key}:{value}".encode())
+        content += f"{comma}\n  {key}: ".encode() + indented(value, 2)
+        comma = ","
+    tensors = _compact({name: dict(states) for name, states in manifest.tensors.items()})
+    digest.update(f'}},"tensors":{tensors}}}'.encode())
+    content += b'\n },\n "tensors": ' if comma else b'},\n "tensors": '
+    content += indented(tensors, 1) + f',\n "digest": "{digest.hexdigest()}"\n}}\n'.encode()
+    return content
 
 
 def manifest_from_json(content: bytes, *, where: str) -> Manifest:

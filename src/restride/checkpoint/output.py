@@ -166,8 +166,9 @@ class Output(Frozen):
             for file in self.files
         ]
         for tensor in self.tensors:
+            what = f"tensor {tensor.name!r}"  # once for all of a thousand shards
             for number, start, stop in self._shards(tensor):
-                parts[number].append((start, stop, f"tensor {tensor.name!r}"))
+                parts[number].append((start, stop, what))
         for content in parts:
             content.sort()
         return parts
