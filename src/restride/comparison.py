@@ -27,6 +27,7 @@ from restride.executors.copies import as_stored, compared_one, drift_error, find
 from restride.executors.digesting import DigestWriter
 from restride.executors.drift import drift_findings
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
+from restride.executors.reordering import moves_of
 from restride.executors.running import run_plan
 from restride.executors.sources import CatalogReader, default_budget_nbytes, default_workers
 from restride.formats._registry import Told, open_catalogs
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from restride.arrays.differences import Difference, Number
+    from restride.arrays.slice_sums import Moves
     from restride.checkpoint.catalog import Catalog, StateEntry, TensorEntry
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.fingerprints import Fingerprints
@@ -78,6 +80,8 @@ class ArrayDifference(Frozen):
         first_coordinates: The same index along each dimension, or None.
         first_values: That element on both sides, or None.
         largest: Largest absolute difference, infinity between a number and a NaN, or None.
+        moves: Where the second checkpoint has the rows or columns of the first, if it has the same
+            ones in another order.
     """
 
     tensor: str
@@ -90,6 +94,7 @@ class ArrayDifference(Frozen):
     first_coordinates: tuple[int, ...] | None = None
     first_values: tuple[Number, Number] | None = None
     largest: int | float | None = None
+    moves: Moves | None = None
 
 
 class DiffReport(Frozen):
@@ -177,7 +182,8 @@ def diff(
         BudgetError: The budget is too small for any buffer.
 
     Cost:
-        Both sides are read once, at the same time, and every copy of what several ranks hold.
+        Both sides are read once, at the same time, and every copy of what several ranks hold. What
+        may have the same elements in another order is read twice.
     """
     started = time.perf_counter()
     tolerance = _tolerance(rtol, atol)
@@ -195,9 +201,16 @@ def diff(
     found, read_nbytes = _compare(catalogs, plans, tolerance, observer or NullObserver())
     compared_nbytes = plans[0].total_nbytes
     del plans  # what finds copies that differ has the same budget
-    by_pair = {(pair.names, pair.state): found.get(place) for place, pair in enumerate(readable)}
+    moves: dict[int, Moves | None] = {}
+    for place in [place for place, own in found.items() if not own.imbalance]:
+        moves[place], more_nbytes = moves_of(catalogs, readable[place], budget_nbytes=budget)
+        read_nbytes += more_nbytes
+    by_pair = {
+        (pair.names, pair.state): (found.get(place), moves.get(place))
+        for place, pair in enumerate(readable)
+    }
     differences = [
-        _difference(pair, by_pair[pair.names, pair.state], tolerance)
+        _difference(pair, *by_pair[pair.names, pair.state], tolerance)
         if (pair.names, pair.state) in by_pair
         else ArrayDifference(*pair.names, pair.state, pair.shapes, pair.dtypes)
         for pair in pairs
@@ -450,7 +463,7 @@ def _compare(
 
 
 def _difference(
-    pair: Pair, found: Difference | None, tolerance: Tolerance
+    pair: Pair, found: Difference | None, moves: Moves | None, tolerance: Tolerance
 ) -> ArrayDifference | None:
     if found is None:
         if pair.a.dtype == pair.b.dtype or not tolerance.is_exact:
@@ -467,6 +480,7 @@ def _difference(
         first_coordinates=tuple(map(int, coordinates)),
         first_values=found.first_values,
         largest=found.largest,
+        moves=moves,
     )
 
 

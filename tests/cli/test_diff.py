@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,57 @@ def test_differences_exit_with_one_and_are_told_one_a_line(master: Path) -> None
     assert "only in A: fp32, exp_avg, exp_avg_sq, step of 13 tensors" in for_people.out
     last = for_people.out.splitlines()[-1]
     assert last == "different: 13 of 13 arrays differ, 52 arrays only in A"
+
+
+def of_swapped_heads(source: Path, target: Path, tensor: str) -> Path:
+    """A copy of safetensors in which the first two blocks of four rows changed places."""
+    shutil.copytree(source, target)
+    (target / "restride.json").unlink()
+    content = bytearray((target / "model.safetensors").read_bytes())
+    first = 8 + int.from_bytes(content[:8], "little")
+    entry = json.loads(content[8:first])[tensor]
+    nbytes = 4 * entry["shape"][1] * 2
+    start = first + entry["data_offsets"][0]
+    rows = content[start : start + 2 * nbytes]
+    content[start : start + 2 * nbytes] = rows[nbytes:] + rows[:nbytes]
+    (target / "model.safetensors").write_bytes(content)
+    return target
+
+
+def test_heads_that_changed_places_are_called_so_whatever_the_other_is_cut_into(
+    tmp_path: Path,
+) -> None:
+    api.convert(SAMPLE, tmp_path / "out")
+    fused = "transformer.h.0.attn.qkv_proj.weight"
+    swapped = of_swapped_heads(tmp_path / "out", tmp_path / "swapped", fused)
+
+    for_people, for_machines = run("diff", SAMPLE, swapped), run("diff", SAMPLE, swapped, "--json")
+
+    assert (
+        f"{fused}, weight: the same rows in another order, in blocks of 4: 0-3 of B are 4-7 of A; "
+        "4-7 of B are 0-3 of A"
+    ) in for_people.out.splitlines()
+    (row,) = for_machines.json["differences"]
+    assert row["moves"] == {
+        "along": "rows",
+        "block": 4,
+        "run_count": 2,
+        "runs": [[0, 4, 4], [4, 0, 4]],
+    }
+
+
+def test_names_of_which_each_has_its_own_are_told_how_they_are_matched(tmp_path: Path) -> None:
+    api.convert(SAMPLE, tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"lm_head.bias"', b'"lm_tail.bias"'))
+    (tmp_path / "out" / "restride.json").unlink()
+
+    ran = run("diff", SAMPLE, tmp_path / "out", "--states", "weights")
+
+    assert ran.out.splitlines()[-1] == (
+        "different: 0 of 12 arrays differ, 1 array only in A, 1 array only in B; --rename OLD=NEW "
+        "compares those of A under the names of B"
+    )
 
 
 def test_what_only_one_has_is_one_line_and_how_to_leave_it_out(tmp_path: Path) -> None:

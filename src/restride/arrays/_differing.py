@@ -81,7 +81,16 @@ def _compare_values(
         return None
     first = int(np.flatnonzero(is_different)[0])
     values = (a[first].item(), b[first].item())
-    return Difference(int(gaps.size), first, values, gaps.max().item())
+    imbalance = 1 if common is not None else _imbalance(*parts, storage_dtype(dtypes[0]).itemsize)
+    return Difference(int(gaps.size), first, values, gaps.max().item(), imbalance)
+
+
+def _imbalance(a: NDArray[np.uint8], b: NDArray[np.uint8], itemsize: int) -> int:
+    if itemsize > _LARGEST_WORD_NBYTES:
+        return 1
+    words = [part.view(f"u{itemsize}").astype(np.uint64) for part in (a, b)]
+    first, second = (int(np.dot(side, side)) for side in words)
+    return (first - second) % (1 << 64)
 
 
 def common_dtype(a: KindedDType, b: KindedDType) -> np.dtype[Any] | None:

@@ -62,12 +62,15 @@ class Difference(Frozen):
         first_index: Index of the first one.
         first_values: That element on both sides.
         largest: Largest absolute difference; infinity between a number and a NaN.
+        imbalance: What the sum of the squares of all bits is more on the first side, modulo 2^64:
+            zero where both have the same elements in another order, and seldom otherwise.
     """
 
     different_numel: int
     first_index: int
     first_values: tuple[Number, Number]
     largest: int | float
+    imbalance: int = 1
 
 
 def can_compare(a: KindedDType, b: KindedDType) -> bool:
@@ -104,8 +107,9 @@ def compare_runs(
         >>> from restride.checkpoint.dtypes import DTYPES
         >>> single = DTYPES["float32"]
         >>> a, b = array("f", [1, 2, 3]), array("f", [1, 2.5, 3])
-        >>> compare_runs(a, b, (single, single), Tolerance())
-        Difference(different_numel=1, first_index=1, first_values=(2.0, 2.5), largest=0.5)
+        >>> found = compare_runs(a, b, (single, single), Tolerance())
+        >>> found.different_numel, found.first_index, found.first_values, found.largest
+        (1, 1, (2.0, 2.5), 0.5)
     """
     if dtypes[0].name == dtypes[1].name and same_bytes(a, b):
         return None
@@ -129,4 +133,5 @@ def join_differences(
         first.first_index,
         first.first_values,
         max(known.largest, found.largest),
+        (known.imbalance + found.imbalance) % (1 << 64),
     )

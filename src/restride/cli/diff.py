@@ -12,6 +12,7 @@ from restride import api
 from restride.cli.contents import show_headline
 from restride.cli.cut_options import source_options
 from restride.cli.exits import concluded
+from restride.cli.moves import moves_to_json, show_moves
 from restride.cli.numbers import Number
 from restride.cli.options import PathName, as_rules, json_option, memory_option, states_option
 from restride.cli.output import Column, open_page, write_json
@@ -89,6 +90,7 @@ def command(
 
     A and B may differ in format and sharding. Arrays are the same when shape, dtype and every bit
     are; with a tolerance, when |a - b| <= atol + rtol * |b| everywhere, whatever the dtypes.
+    Says where they are the same rows or columns in another order, as after heads were swapped.
     Exits with 1 where something differs, or could not be read.
 
     Of several --rename rules the first that matches counts. The last = ends OLD; \1 in NEW is the
@@ -132,6 +134,7 @@ def show_report(
         columns = [Column(name, is_number=name in names[4:]) for name in names]
         page.table(columns, [_row(row) for row in report.differences[:_MOST_SHOWN]])
         _more(page, len(report.differences))
+        show_moves(page, report.differences)
     unread = [own for own in report.unread if own[1].kind != _DRIFT]
     for name, finding in unread[:_MOST_SHOWN]:
         page.line(f"not compared, {name}: {finding.message} [{finding.kind}]", "bad")
@@ -201,11 +204,13 @@ def _difference_in_words(report: DiffReport) -> str:
     for name, only in (("A", report.only_a), ("B", report.only_b)):
         if only:
             parts.append(f"{format_count(len(only), 'array')} only in {name}")
-    of_weights = ""
+    advice = ""
     only = (*report.only_a, *report.only_b)
     if only and not report.differences and all(state != "weight" for _, state in only):
-        of_weights = "; --states weights compares the weights alone"
-    return f"different: {', '.join(parts)}{of_weights}"
+        advice = "; --states weights compares the weights alone"
+    elif all(any(state == "weight" for _, state in o) for o in (report.only_a, report.only_b)):
+        advice = "; --rename OLD=NEW compares those of A under the names of B"
+    return f"different: {', '.join(parts)}{advice}"
 
 
 def _row(row: ArrayDifference) -> list[str]:
@@ -272,6 +277,7 @@ def _row_to_json(row: ArrayDifference) -> dict[str, object]:
         "first_coordinates": row.first_coordinates and list(row.first_coordinates),
         "first_values": row.first_values and [_json_number(value) for value in row.first_values],
         "largest": None if row.largest is None else _json_number(row.largest),
+        "moves": row.moves and moves_to_json(row.moves),
     }
 
 
