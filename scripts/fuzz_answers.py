@@ -22,6 +22,7 @@ from restride.arrays.fingerprint import MODULUS, Digester, finish
 from restride.checkpoint.dtypes import DTYPES
 from restride.comparison import diff, fingerprint
 from restride.testing.fingerprints import digest_slowly
+from restride.testing.partitioned_files import write_partitioned_run
 from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
 
 if TYPE_CHECKING:
@@ -227,8 +228,7 @@ def differences(content: bytes) -> str:
 
 def _compared_runs(random: Random, place: Path) -> str:
     """A training that is cut over ranks, beside its states that are not, with other elements."""
-    run, arrays = _cut_run(random)
-    write_zero_run(place / "a", run)
+    run, arrays = _written_run(random, place / "a")
     theirs = dict(arrays)
     for key in random.sample(sorted(arrays), random.randrange(3)):
         theirs[key] = _with_changes(random, arrays[key])
@@ -260,6 +260,25 @@ def _compared_runs(random: Random, place: Path) -> str:
             assert told == right, (told, right)
             assert not only, only
     return f"runs: {report.verdict}"
+
+
+def _written_run(random: Random, folder: Path) -> tuple[ZeroRun, dict[str, Stored]]:
+    run, arrays = _cut_run(random)
+    if random.randrange(2):
+        write_zero_run(folder, run)
+    else:  # no weight is stored: each is its master copy, rounded
+        for name in run.parameters:
+            arrays[name] = _rounded(arrays[f"{name}/fp32"], arrays[name].dtype)
+        write_partitioned_run(folder, run)
+    return run, arrays
+
+
+def _rounded(array: Stored, dtype: DType) -> Stored:
+    with np.errstate(all="ignore"):
+        values = np.frombuffer(array.content, PLAIN[array.dtype.name]).astype(PLAIN[dtype.name])
+    is_nan = np.isnan(values)
+    values[is_nan] = np.copysign(np.nan, values[is_nan])  # one NaN of each sign
+    return Stored(dtype, array.shape, values.tobytes())
 
 
 def _cut_run(random: Random) -> tuple[ZeroRun, dict[str, Stored]]:
