@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -180,6 +181,26 @@ def test_an_answer_before_there_is_a_team_is_not_gone_by(out, leader):
         assert joined.word == leader.words[1]
 
 
+def test_who_was_answered_by_a_leader_that_ended_then_asks_the_next_one(out, leader, monkeypatch):
+    with ExitStack() as stack:
+
+        @contextmanager
+        def too_late(path, **options):
+            monkeypatch.undo()
+            shutil.rmtree(leader.folder)
+            try:
+                with locked(path, **options):
+                    yield
+            finally:
+                stack.enter_context(leader.begin(TEAM.record))
+
+        monkeypatch.setattr(joining, "locked", too_late)
+        stack.enter_context(leader.begin(TEAM.record))
+        stack.enter_context(leader.answering(WELCOME))
+        joined = stack.enter_context(joined_output(out))
+        assert joined.word == leader.words[1]
+
+
 @pytest.mark.parametrize(
     ("answer", "differs", "kind", "message"),
     [
@@ -271,6 +292,7 @@ def test_who_is_asked_to_stop_while_it_waits_takes_back_what_it_said(out, leader
 
 def test_an_output_that_is_there_is_not_waited_for(out):
     out.mkdir()
+    (out / "done").touch()
     with joined_output(out, purpose_of(written=lambda path: path == out)) as joined:
         assert joined is None
     assert not partial_folder(out).exists()
