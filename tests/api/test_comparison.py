@@ -272,6 +272,22 @@ def test_another_dtype_is_a_difference_until_a_tolerance_asks_for_values(tmp_pat
     assert sum(row.different_numel for row in exact.differences) > 10_000
 
 
+def test_elements_that_are_wider_on_the_other_side_are_compared_within_any_budget(tmp_path):
+    numel = 1 << 17
+    write_safetensors(tmp_path / "narrow.safetensors", {"w": ("F16", (numel,))})
+    write_safetensors(tmp_path / "wide.safetensors", {"w": ("F32", (numel,))})
+    content = bytearray((tmp_path / "wide.safetensors").read_bytes())
+    content[-4 * 1000] = 1
+    (tmp_path / "wide.safetensors").write_bytes(content)
+    paths = tmp_path / "narrow.safetensors", tmp_path / "wide.safetensors"
+    least = smallest_budget(lambda nbytes: restride.diff(*paths, budget_nbytes=nbytes))
+
+    reports = [restride.diff(*paths, budget_nbytes=n) for n in range(least, 12 << 20, 1 << 18)]
+
+    (found,) = {report.differences for report in reports}
+    assert (found[0].different_numel, found[0].first_index) == (1, numel - 1000)
+
+
 def test_a_shape_that_differs_is_said_and_not_compared(tmp_path):
     write_safetensors(tmp_path / "a.safetensors", {"w": ("F32", (2, 3)), "x": ("I64", (2,))})
     write_safetensors(tmp_path / "b.safetensors", {"w": ("F32", (3, 2)), "x": ("U64", (2,))})

@@ -30,8 +30,7 @@ class CompareWriter:
         """Prepare to compare.
 
         Args:
-            plan: The plan that is carried out, and writes here. No step has more elements than
-                a step of `other` in the same array.
+            plan: The plan that is carried out, and writes here.
             other: What to compare with.
             reader: Source files of `other`.
             tolerance: How far elements may be apart.
@@ -58,17 +57,24 @@ class CompareWriter:
 
     def write_from(self, file: int, start_nbytes: int, buffer: memoryview, /) -> None:
         """Compare the bytes of array number `file` that start there. Any thread may call it."""
+        itemsize = self._regions[file].target_dtype.itemsize_nbytes
+        # What is streamed on one side may be wider on the other, and need larger buffers.
+        most_nbytes = self._others[file].step_numel * itemsize
+        for first in range(0, buffer.nbytes, most_nbytes):
+            part = buffer[first : first + most_nbytes]
+            self._compare(file, (start_nbytes + first) // itemsize, part)
+
+    def _compare(self, file: int, start: int, ours: memoryview) -> None:
+        """Compare elements that a step of the other side takes."""
         region, other = self._regions[file], self._others[file]
-        itemsize = region.target_dtype.itemsize_nbytes
-        start = start_nbytes // itemsize
-        step = other.step(start, start + buffer.nbytes // itemsize)
+        step = other.step(start, start + ours.nbytes // region.target_dtype.itemsize_nbytes)
         buffers: StepBuffers | None = getattr(self._local, "buffers", None)
         if buffers is None:
             buffers = self._local.buffers = StepBuffers(self._plan)
         before = buffers.read_nbytes
         theirs = fill_step(step, self._reader, buffers, _ignore)
         dtypes = (region.target_dtype, other.target_dtype)
-        found = compare_runs(buffer, theirs, dtypes, self._tolerance)
+        found = compare_runs(ours, theirs, dtypes, self._tolerance)
         with self._lock:
             self._read_nbytes += buffers.read_nbytes - before
             joined = join_differences(self._found.get(file), found, start)
