@@ -96,6 +96,16 @@ def test_large_integers_that_are_near_within_a_tolerance_are_near():
     assert compared(a, b, "int64", tolerance=Tolerance(rtol=1e-9)) is None
 
 
+@pytest.mark.parametrize(("bits", "name"), [(53, "int64"), (62, "int64"), (63, "uint64")])
+def test_integers_are_one_further_apart_than_a_tolerance_of_more_bits_than_a_float_has(bits, name):
+    zeros, tolerance = run([0, 0], name), Tolerance(atol=2.0**bits)
+
+    found = compared(run([2**bits, 2**bits + 1], name), zeros, name, tolerance=tolerance)
+
+    assert numbers_of(found) == (1, 1, (2**bits + 1, 0), 2**bits + 1)
+    assert compared(run([2**bits + 1], name), zeros[:8], name, tolerance=Tolerance(0, 1e30)) is None
+
+
 @pytest.mark.parametrize(("a_name", "b_name"), list(product(FLOATS, FLOATS)))
 def test_floats_of_two_dtypes_are_compared_as_what_they_are(a_name, b_name):
     values = np.array([0.0, -0.0, 1.5, -2.0, 0.25, 4.0])
@@ -153,6 +163,25 @@ def test_complex_numbers_differ_by_the_size_of_their_difference():
 
     assert numbers_of(alike) == (1, 0, (1 + 2j, 4 + 6j), 5.0)
     assert numbers_of(mixed) == numbers_of(alike)
+
+
+@pytest.mark.parametrize("is_real", [True, False])
+@pytest.mark.parametrize(
+    ("names", "tolerance"),
+    [(("complex64", "complex128"), EXACT), (("complex64", "complex64"), Tolerance(0.5, 0.5))],
+)
+def test_complex_numbers_differ_in_one_part_even_if_the_other_is_no_number(
+    names, tolerance, is_real
+):
+    def parts(values):
+        return [complex(v, math.nan) if is_real else complex(math.nan, v) for v in values]
+
+    a, b = parts([1, 2, math.nan, math.nan]), parts([1, 5, math.nan, 3])
+    sides = [np.array(v, name).view(np.uint8) for v, name in zip((a, b), names, strict=True)]
+
+    found = compared(*sides, *names, tolerance)
+
+    assert (found.different_numel, found.first_index, found.largest) == (2, 1, math.inf)
 
 
 def test_a_difference_of_complex_singles_may_be_larger_than_any_of_them():

@@ -21,6 +21,7 @@ __all__ = ["common_dtype", "compare"]
 # Elements that are compared at one time: temporaries stay in the core's cache.
 _SLICE_NUMEL: Final = 8192
 _LARGEST_WORD_NBYTES: Final = 8
+_MOST_GAPS: Final = 2.0**64  # between two integers
 
 
 def compare(
@@ -74,7 +75,7 @@ def _compare_values(
         size = np.abs(b[is_different].astype(np.complex128 if b.dtype.kind == "c" else np.float64))
         allowed = tolerance.atol + tolerance.rtol * size
         # A number is infinitely far from infinity and from NaN, whatever is allowed.
-        is_near = (gaps == 0) | ((gaps <= allowed) & np.isfinite(gaps))
+        is_near = (gaps == 0) | (_at_most(gaps, allowed) & np.isfinite(gaps))
         is_different[is_different] = ~is_near
         gaps = gaps[~is_near]
     if not gaps.size:
@@ -115,7 +116,18 @@ def _values(
     return values if common is None else values.astype(common, copy=False)
 
 
+def _at_most(gaps: NDArray[Any], allowed: NDArray[np.float64]) -> NDArray[np.bool_]:
+    is_any: NDArray[np.bool_] = gaps <= allowed
+    if gaps.dtype.kind == "u":
+        # Where it is compared with a float, a gap of more than 53 bits is rounded.
+        is_any = allowed >= _MOST_GAPS
+        is_any |= gaps <= np.where(is_any, 0, allowed).astype(np.uint64)
+    return is_any
+
+
 def _equal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
+    if a.dtype.kind == "c":  # of which NumPy takes all for one NaN that have one in either part
+        return _equal(a.real, b.real) & _equal(a.imag, b.imag)
     same: NDArray[np.bool_] = (a == b) | ((a != a) & (b != b))  # noqa: PLR0124 - NaN
     return same
 
