@@ -376,19 +376,19 @@ def test_a_value_in_the_wrong_place_is_refused_or_read_back(data):
 
 def test_places_are_spelled_only_where_a_key_is_repeated(monkeypatch):
     """Millions of values that are fine cost no more than reading them."""
-    from restride.algebra import _json
+    from restride import strict_json
 
     visited = []
-    walk = _json._refuse_repeated
+    walk = strict_json._refuse_repeated
 
     def counted(value, where):
         visited.append(where)
         walk(value, where)
 
-    monkeypatch.setattr(_json, "_refuse_repeated", counted)
+    monkeypatch.setattr(strict_json, "_refuse_repeated", counted)
 
-    assert _json.parse_object('{"a": [1, 2, {"b": 3}]}') == {"a": [1, 2, {"b": 3}]}
+    assert strict_json.parse_object('{"a": [1, 2, {"b": 3}]}') == {"a": [1, 2, {"b": 3}]}
     assert not visited
     with pytest.raises(FormatError, match=r"\$.a\[1\]: the key 'b' comes twice"):
-        _json.parse_object('{"a": [1, {"b": 3, "b": 4}]}')
+        strict_json.parse_object('{"a": [1, {"b": 3, "b": 4}]}')
     assert visited

@@ -183,4 +183,4 @@ def test_a_damaged_config_beside_a_checkpoint_does_not_stop_a_check(shared, tmp_
     found = [f for f in check(path).findings if f.kind in {"fused-cut", "model-config"}]
 
     assert [finding.severity for finding in found] == ["note", "warning"]
-    assert "config.json: the JSON is damaged" in found[0].message
+    assert "config.json: it is no JSON" in found[0].message

@@ -203,9 +203,9 @@ def test_a_user_may_follow_the_plan_against_the_checkpoint(checkpoint: Path) -> 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "ckpt/config.json: the JSON is damaged"),
+        ("{", "ckpt/config.json: it is no JSON"),
         ("[]", "ckpt/config.json: Expected `object`"),
-        ('{"model_type": "codegen", "model_type": "llama"}', "the key 'model_type' twice"),
+        ('{"model_type": "codegen", "model_type": "llama"}', "the key 'model_type' comes twice"),
         ('{"model_type": "codegen", "a": NaN}', "NaN"),
         ('{"model_type": "codegen", "a": ' + "[" * 9999 + "]" * 9999 + "}", "nested too deep"),
         ('{"model_type": "codegen", "n_head": "16"}', "'n_head' is '16'"),

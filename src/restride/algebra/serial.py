@@ -33,12 +33,12 @@ from typing import (
 
 import msgspec
 
-from restride.algebra._json import member_of, parse_object
 from restride.algebra.layout import Layout, Padding
 from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece
 from restride.errors import FormatError, RestrideError, UnsupportedError
 from restride.frozen import Frozen
+from restride.strict_json import member_of, parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

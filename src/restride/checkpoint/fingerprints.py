@@ -6,8 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from restride.algebra._json import LARGEST_LIST_NBYTES, member_of, parse_object
 from restride.errors import FormatError, RestrideError, UnsupportedError
+from restride.strict_json import LARGEST_LIST_NBYTES, member_of, parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import field
 
-from restride.algebra._json import LARGEST_LIST_NBYTES, member_of, parse_object
 from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
 from restride.frozen import Frozen
+from restride.strict_json import LARGEST_LIST_NBYTES, member_of, parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

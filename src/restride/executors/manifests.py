@@ -7,7 +7,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from restride.algebra._json import LARGEST_LIST_NBYTES
 from restride.arrays.fingerprint import MODULUS, Digester, finish
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.manifest import (
@@ -22,6 +21,7 @@ from restride.executors.blocks import BLOCK_NBYTES
 from restride.executors.identity import job_digest, options_of, package_version
 from restride.executors.verifying import Extent, find_damage
 from restride.planning.conversion import whole_layout
+from restride.strict_json import LARGEST_LIST_NBYTES
 from restride.wording import which
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from restride.algebra._json import LARGEST_LIST_NBYTES
 from restride.checkpoint.fingerprints import fingerprints_from_json
 from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
 from restride.errors import ExecutionError, FormatError
+from restride.strict_json import LARGEST_LIST_NBYTES
 
 if TYPE_CHECKING:
     from os import PathLike

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from restride.errors import CorruptError, FormatError
 from restride.storage.ranges import RangeFile
-from restride.storage.strict_json import parse_object
+from restride.storage.typed_json import parse_typed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,7 +60,7 @@ def read_model_config(path: str | PathLike[str]) -> Mapping[str, object]:
         ExecutionError: The system cannot read it.
     """
     with RangeFile(path) as file:
-        return parse_object(_content(file, _LARGEST_CONFIG_NBYTES), dict[str, object])
+        return parse_typed(_content(file, _LARGEST_CONFIG_NBYTES), dict[str, object])
 
 
 def read_rules_file(path: str | PathLike[str]) -> Rules:
@@ -100,7 +100,7 @@ def read_hyperparameters(path: str | PathLike[str]) -> tuple[Mapping[str, Value]
              {"lr": 0.001, "betas": [0.9, 0.95], "eps": 1e-08, "weight_decay": 0.0}]
     """
     with RangeFile(path) as file:
-        listed = parse_object(_content(file, _LARGEST_SETTINGS_NBYTES), list[dict[str, object]])
+        listed = parse_typed(_content(file, _LARGEST_SETTINGS_NBYTES), list[dict[str, object]])
         return tuple(
             {key: _setting(value, f"group {number}: {key!r}") for key, value in group.items()}
             for number, group in enumerate(listed)

@@ -59,27 +59,35 @@ def _json() -> Iterator[Hostile]:
     """Headers that are no JSON, or none that everybody reads the same."""
     entry = json.dumps(_entry(0, 8)).encode()
     for label, header, says in (
-        ("no_json", b"{hello}", "the JSON is damaged"),
+        ("no_json", b"{hello}", "it is no JSON"),
         ("a_pickle", b"\x80\x02N.", "the header starts with"),
         ("an_array", b"[]", "the header starts with"),
         ("spaces_first", b' {"a": ' + entry + b"}", "the header starts with"),
-        ("two_objects", b"{}{}", "the JSON is damaged"),
-        ("zeros_after", b"{}\0\0", "the JSON is damaged"),
+        ("two_objects", b"{}{}", "it is no JSON"),
+        ("zeros_after", b"{}\0\0", "it is no JSON"),
         ("no_utf8", b'{"\xff": 1}', "no UTF-8"),
         ("half_a_surrogate", b'{"\\ud800": ' + entry + b"}", "no UTF-8"),
         ("not_a_number", b'{"a": NaN}', "NaN"),
         ("infinity", b'{"a": -Infinity}', "-Infinity"),
-        ("many_digits", b'{"a": ' + b"1" * 5000 + b"}", "the JSON is damaged"),
+        ("many_digits", b'{"a": ' + b"1" * 5000 + b"}", "it is no JSON"),
         ("deep", b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deep"),
         ("deep_array", b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deep"),
-        ("tensor_twice", b'{"a": ' + entry + b', "a": ' + entry + b"}", "key 'a' twice"),
+        ("tensor_twice", b'{"a": ' + entry + b', "a": ' + entry + b"}", "key 'a' comes twice"),
         (
             "tensor_twice_by_escape",
             b'{"a": ' + entry + b', "\\u0061": ' + entry + b"}",
-            "key 'a' twice",
+            "key 'a' comes twice",
         ),
-        ("field_twice", b'{"a": {"dtype": "F16", ' + entry[1:] + b"}", "key 'dtype' twice"),
-        ("metadata_twice", b'{"__metadata__": {}, "__metadata__": {}}', "'__metadata__' twice"),
+        (
+            "field_twice",
+            b'{"a": {"dtype": "F16", ' + entry[1:] + b"}",
+            "$.a: the key 'dtype' comes twice",
+        ),
+        (
+            "metadata_twice",
+            b'{"__metadata__": {}, "__metadata__": {}}',
+            "key '__metadata__' comes twice",
+        ),
     ):
         yield Hostile(label, safetensors_file(header, bytes(8)), says)
 

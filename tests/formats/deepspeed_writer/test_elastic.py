@@ -132,10 +132,10 @@ def test_a_universal_folder_takes_them_as_well(tmp_path):
         ([GIVEN[0], 3], CorruptError, "Expected `object`, got `int`"),
         ([GIVEN[0], {"lr": {"deep": 1}}], CorruptError, "plain values are expected"),
         ([GIVEN[0], {"lr": [[{}]]}], CorruptError, "group 1: 'lr'"),
-        ('[{"lr": 1, "lr": 2}]', CorruptError, "the key 'lr' twice"),
+        ('[{"lr": 1, "lr": 2}]', CorruptError, "the key 'lr' comes twice"),
         ('[{"lr": NaN}]', CorruptError, "NaN"),
         ('[{"lr": 1e999}]', CorruptError, "is inf"),
-        ("lr = 1", CorruptError, "damaged"),
+        ("lr = 1", CorruptError, "it is no JSON"),
         (" " * (2 << 20), CorruptError, "larger than the limit"),
     ],
 )

@@ -327,11 +327,14 @@ def test_files_that_do_not_agree_are_one_clear_error(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "the JSON is damaged"),
+        ("", "it is no JSON"),
         ("[]", "Expected `object`, got `array`"),
         ("{}", "required field `weight_map`"),
-        ('{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}', "key 'a' twice"),
-        ('{"weight_map": {}, "weight_map": {"a": "x.safetensors"}}', "key 'weight_map' twice"),
+        ('{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}', "key 'a' comes twice"),
+        (
+            '{"weight_map": {}, "weight_map": {"a": "x.safetensors"}}',
+            "key 'weight_map' comes twice",
+        ),
         ('{"weight_map": {"a": NaN}}', "NaN"),
         ('{"weight_map": ' + '{"a":' * 50_000 + "1" + "}" * 50_001, "nested too deep"),
     ],

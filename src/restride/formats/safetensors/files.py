@@ -15,7 +15,7 @@ from restride.errors import CorruptError, ExecutionError, FormatError
 from restride.formats.safetensors.spelling import INDEX_SUFFIX, SUFFIX
 from restride.frozen import Frozen
 from restride.storage.ranges import RangeFile
-from restride.storage.strict_json import parse_object
+from restride.storage.typed_json import parse_typed
 from restride.wording import counted
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _indexed(path: Path) -> FileSet:
                 f"an index of {file.nbytes} bytes is larger than the limit of "
                 f"{_LARGEST_INDEX_NBYTES} bytes"
             )
-        index = parse_object(file.read(0, file.nbytes), _Index)
+        index = parse_typed(file.read(0, file.nbytes), _Index)
         names = tuple(sorted(set(index.weight_map.values())))
         for name in names:
             _require_beside(path.parent, name)

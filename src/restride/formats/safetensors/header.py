@@ -14,7 +14,7 @@ from restride.formats.safetensors.spelling import (
     METADATA_KEY,
 )
 from restride.frozen import Frozen
-from restride.storage.strict_json import converted, parse_object
+from restride.storage.typed_json import converted, parse_typed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,7 +93,7 @@ def read_header(file: RangeFile) -> Header:
     if not text.startswith(b"{"):
         raise CorruptError(f"the header starts with {text[:8]!r}, not with '{{'")
     try:
-        entries = parse_object(text, dict[str, object])
+        entries = parse_typed(text, dict[str, object])
         metadata = converted(entries.pop(METADATA_KEY, {}), dict[str, str], METADATA_KEY)
         first = _LENGTH_NBYTES + length
         tensors = [_tensor(name, entry, first) for name, entry in entries.items()]

@@ -21,7 +21,7 @@ from restride.formats.safetensors.files import list_files
 from restride.formats.safetensors.header import HeaderTensor, read_header
 from restride.formats.safetensors.spelling import split_state, whole_layout
 from restride.storage.ranges import RangeFile
-from restride.storage.strict_json import parse_object
+from restride.storage.typed_json import parse_typed
 from restride.wording import counted, which
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _read_values(path: Path) -> dict[str, object]:
                 f"values of {file.nbytes} bytes are larger than the limit of "
                 f"{_LARGEST_VALUES_NBYTES} bytes"
             )
-        return parse_object(file.read(0, file.nbytes), dict[str, object])
+        return parse_typed(file.read(0, file.nbytes), dict[str, object])
 
 
 def _wrong_total(found: FileSet, total_nbytes: int) -> Finding:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from typing import Final, NoReturn
 
 from restride.errors import FormatError, UnsupportedError
 
-__all__ = ["LARGEST_LIST_NBYTES", "member_of", "parse_object"]
+__all__ = ["LARGEST_LIST_NBYTES", "member_of", "parse", "parse_object"]
 
 # A map of DeepSeek-V3 on 256 ranks has 51 kB. Python needs some twenty bytes for each byte of JSON.
 _MOST_CHARACTERS: Final = 16 * 2**20
@@ -40,16 +41,30 @@ def parse_object(text: str | bytes, *, most_nbytes: int = _MOST_CHARACTERS) -> d
         raise UnsupportedError(
             f"the JSON has {len(text)} bytes, more than the {most_nbytes} that are read"
         )
+    value = parse(text)
+    if not isinstance(value, dict):
+        raise FormatError(f"this should be an object, it is a {type(value).__name__}", where="$")
+    return value
+
+
+def parse(text: str | bytes) -> object:
+    """Parse JSON of any kind and length, as `parse_object` does.
+
+    Raises:
+        FormatError: It is no JSON, or has a key twice, NaN, or half of a surrogate pair.
+    """
     try:
-        decoded = text.decode() if isinstance(text, bytes) else text
-        decoded.encode()
+        if isinstance(text, bytes):
+            text = text.decode()
+        else:
+            text.encode()
         repeated: list[_Repeated] = []
-        value = json.loads(
-            decoded,
-            object_pairs_hook=lambda pairs: _unrepeated(pairs, repeated),
+        value: object = json.loads(
+            text,
+            object_pairs_hook=partial(_unrepeated, repeated),
             parse_constant=_refuse_constant,
         )
-        if "\\u" in decoded:
+        if "\\u" in text:
             # Escapes can spell half of a surrogate pair, which cannot be written again.
             json.dumps(value, ensure_ascii=False).encode()
         if repeated:
@@ -62,8 +77,6 @@ def parse_object(text: str | bytes, *, most_nbytes: int = _MOST_CHARACTERS) -> d
         raise
     except ValueError as error:
         raise FormatError(f"it is no JSON ({error})", where="$") from None
-    if not isinstance(value, dict):
-        raise FormatError(f"this should be an object, it is a {type(value).__name__}", where="$")
     return value
 
 
@@ -71,7 +84,7 @@ class _Repeated(dict[str, object]):
     """An object in which a key comes twice; where it stands is known when all is parsed."""
 
 
-def _unrepeated(pairs: list[tuple[str, object]], repeated: list[_Repeated]) -> dict[str, object]:
+def _unrepeated(repeated: list[_Repeated], pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) == len(pairs):
         return value
