@@ -211,10 +211,11 @@ def _lay_out_deepspeed(catalog: Catalog, wanted: Wanted, opened: TorchFiles | No
 
     stages = read_stage_cut(wanted.pp_layers, wanted.pp_tied)
     training, given = _trained(catalog, wanted, opened)
+    tp, dp, zero = _require_ranks(catalog, wanted)
     target = DeepSpeedTarget(
-        tp=_size(catalog, wanted.tp, "tp"),
-        dp=_size(catalog, wanted.dp, "dp"),
-        zero=_stage(catalog, wanted.zero),
+        tp=tp,
+        dp=dp,
+        zero=zero,
         ep=expert_rank_count(training) if wanted.ep is None else wanted.ep,
         pp=_stage_count(training, stages) if wanted.pp is None else wanted.pp,
         cut=stages,
@@ -252,18 +253,31 @@ def _followed(
     return follow_scales(training, catalog, layouts)
 
 
-def _size(catalog: Catalog, said: int | None, axis: str) -> int:
-    if said is not None:
-        return said
-    known = dict(catalog.mesh.axes).get(axis)
-    if known is None:
+def _require_ranks(catalog: Catalog, wanted: Wanted) -> tuple[int, int, int]:
+    """The tp and dp ranks and the ZeRO stage of the target: as said, else those of the source.
+
+    Raises:
+        UnsupportedError: The source is of no run that has them; says all that have to be said.
+    """
+    axes = dict(catalog.mesh.axes)
+    name, _, stage = catalog.format.rpartition("-")
+    kept = {
+        "--tp N": axes.get("tp") if wanted.tp is None else wanted.tp,
+        "--dp N": axes.get("dp") if wanted.dp is None else wanted.dp,
+        "--zero STAGE": wanted.zero,
+    }
+    if wanted.zero is None and name == "deepspeed zero":
+        kept["--zero STAGE"] = int(stage)
+    known = tuple(number for number in kept.values() if number is not None)
+    if len(known) < len(kept):
         raise UnsupportedError(
-            f"a checkpoint of the format {catalog.format} is not cut over {axis} ranks whose "
-            "number could be kept",
+            f"{catalog.format} is for runs of any ranks",
             where=catalog.root,
-            remedy=f"say how many the next run has: --{axis} N ({axis}=N in Python)",
+            remedy="say what the next run has: "
+            + " ".join(option for option, number in kept.items() if number is None),
         )
-    return known
+    tp, dp, zero = known
+    return tp, dp, zero
 
 
 def _stage_count(training: Training, said: StageCut) -> int:
@@ -271,19 +285,6 @@ def _stage_count(training: Training, said: StageCut) -> int:
     if said.starts is not None:
         return len(said.starts)
     return len(training.pipeline.stages) if training.pipeline else 1
-
-
-def _stage(catalog: Catalog, said: int | None) -> int:
-    if said is not None:
-        return said
-    name, _, stage = catalog.format.rpartition("-")
-    if name != "deepspeed zero":
-        raise UnsupportedError(
-            f"{catalog.format} is of no ZeRO stage that could be kept",
-            where=catalog.root,
-            remedy="say which it will be: zero",
-        )
-    return int(stage)
 
 
 def _targets(selected: list[Selected]) -> list[tuple[str, DType, tuple[int, ...]]]:

@@ -267,3 +267,16 @@ def test_files_that_no_ranks_wrote_name_none(tmp_path):
     assert run("convert", SAMPLE, converted).code == 0
 
     assert run("info", converted).out.splitlines()[0] == f"{converted}: safetensors"
+
+
+def test_all_that_a_universal_folder_does_not_say_of_the_next_run_is_asked_for_at_once(
+    tmp_path: Path,
+) -> None:
+    assert run("convert", SAMPLE, tmp_path / "universal", "--to", "universal").code == 0
+    convert = ("convert", tmp_path / "universal", tmp_path / "out", "--to", "deepspeed")
+
+    ran = run(*convert)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.endswith("say what the next run has: --dp N --zero STAGE\n")
+    assert run(*convert, "--dp", "2").err.endswith("say what the next run has: --zero STAGE\n")
+    assert run(*convert, "--dp", "2", "--zero", "0").code == 0

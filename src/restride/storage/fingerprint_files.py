@@ -52,6 +52,12 @@ def _content(file: str | PathLike[str]) -> bytes:
     try:
         with Path(file).open("rb") as opened:
             content = opened.read(LARGEST_LIST_NBYTES + 1)  # it may be a checkpoint
+    except IsADirectoryError as error:
+        raise FormatError(
+            f"is a folder without {MANIFEST_NAME}",
+            where=str(file),
+            remedy="compare two checkpoints with `restride diff`",
+        ) from error
     except OSError as error:
         raise ExecutionError(
             f"cannot be read ({error.strerror})",
