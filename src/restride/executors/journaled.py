@@ -13,7 +13,6 @@ write them, so that the workers need not wait for the disk so soon.
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from threading import Condition
 from typing import TYPE_CHECKING, Final, Self
@@ -21,10 +20,10 @@ from typing import TYPE_CHECKING, Final, Self
 from msgspec.structs import asdict
 
 from restride.executors.blocks import BLOCK_NBYTES
+from restride.storage.background import Background
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from concurrent.futures import Future
     from types import TracebackType
 
     from restride.checkpoint.output import Output
@@ -90,11 +89,10 @@ class JournaledWriter:
         self._done_nbytes = 0
         self._changed = Condition()
         self._is_ending = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="restride-sync")
-        self._syncing: Future[None] | None = None
+        self._syncing: Background | None = None
 
     def __enter__(self) -> Self:
-        self._syncing = self._thread.submit(self._keep_durable)
+        self._syncing = Background("restride-sync", self._keep_durable)
         return self
 
     def __exit__(
@@ -107,9 +105,10 @@ class JournaledWriter:
         with self._changed:
             self._is_ending = True
             self._changed.notify()
-        self._thread.shutdown()
-        if self._syncing is not None and error is None:
-            self._syncing.result()
+        if self._syncing is not None:
+            self._syncing.wait()
+            if error is None:
+                self._syncing.require_success()
 
     def write_from(self, file: int, start_nbytes: int, buffer: memoryview, /) -> None:
         """Write bytes into a target file, and count them. Any thread may call it."""
@@ -135,8 +134,8 @@ class JournaledWriter:
         self._note(self._blocks.count(parts, digests))
 
     def _require_syncing(self) -> None:
-        if self._syncing is not None and self._syncing.done():
-            self._syncing.result()  # it failed, as nobody asked it to end
+        if self._syncing is not None and self._syncing.is_ended:
+            self._syncing.require_success()  # it failed, as nobody asked it to end
 
     def _note(self, done: Sequence[Block]) -> None:
         """Hand blocks that are done to the thread that syncs."""

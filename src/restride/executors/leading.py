@@ -9,7 +9,6 @@ when nobody else works and one that is missing did not come back for a while.
 from __future__ import annotations
 
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from threading import Condition
 from typing import TYPE_CHECKING, Final, Protocol, Self
@@ -19,6 +18,7 @@ from restride.executors.events import Notice
 from restride.executors.members import Member
 from restride.frozen import Frozen
 from restride.storage import companions
+from restride.storage.background import Background
 from restride.storage.companions import HELLO, LOCK, STOP, WELCOME, Beat
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Host:
         self._is_late_told = False
         # On its own: an observer that keeps this process waiting does not make it look dead.
         self._beat = Beat(place.folder / LOCK)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="restride-host")
+        self._looking: Background | None = None
 
     def __enter__(self) -> Self:
         for path in list(self._place.folder.iterdir()):
@@ -108,14 +108,15 @@ class Host:
             if path.name.partition(".")[0] in {HELLO, WELCOME, STOP}:
                 path.unlink(missing_ok=True)
         self._beat.__enter__()
-        self._thread.submit(self._keep_looking)
+        self._looking = Background("restride-host", self._keep_looking)
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
-        self._thread.shutdown()
+        if self._looking is not None:
+            self._looking.wait()
         self._beat.__exit__()
 
     @property
@@ -291,6 +292,8 @@ class Host:
             raise self._lost(missing)
 
     def _raise_error_of(self, task: Started, member: Member) -> None:
+        from concurrent.futures import CancelledError  # noqa: PLC0415 - takes long
+
         try:
             error = task.exception()
         except CancelledError as cancelled:

@@ -6,13 +6,13 @@ disjoint target bytes, so their order does not matter.
 
 from __future__ import annotations
 
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from threading import Event, Lock
 from typing import TYPE_CHECKING
 
 from restride.executors._copying import StepBuffers, carry_out
 from restride.executors.direct import direct_between
 from restride.executors.events import ReplicaDrift, StepFinished
+from restride.storage.background import Background
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -55,16 +55,21 @@ class StreamingExecutor:
             Bytes read.
         """
         run = _Run(plan, observer, plan.lanes() if lanes is None else lanes, stop)
-        with ThreadPoolExecutor(plan.workers, thread_name_prefix="restride") as pool:
-            try:
-                # The system may refuse to start a thread: those that run must stop then, too.
-                futures = [pool.submit(run.work, reader, writer) for _ in range(plan.workers)]
-                wait(futures, return_when=FIRST_EXCEPTION)
-            finally:
-                # Also on KeyboardInterrupt: let the workers stop after the step they are in.
-                run.stop.set()
-        for future in futures:
-            future.result()
+        workers: list[Background] = []
+        try:
+            # The system may refuse to start a thread: those that run must stop then, too.
+            workers.extend(
+                Background("restride", run.work, reader, writer) for _ in range(plan.workers)
+            )
+            for worker in workers:
+                worker.wait()
+        finally:
+            # Also on KeyboardInterrupt: let the workers stop after the step they are in.
+            run.stop.set()
+            for worker in workers:
+                worker.wait()
+        for worker in workers:
+            worker.require_success()
         return run.read_nbytes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from threading import local
 from typing import TYPE_CHECKING, Final
@@ -85,6 +84,8 @@ def find_damage(
     Cost:
         Every byte is read once.
     """
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes long
+
     state = local()
 
     def look(extent: Extent) -> str:

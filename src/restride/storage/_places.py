@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
+from stat import S_IMODE
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import ExecutionError, ExistsError
@@ -15,7 +15,7 @@ from restride.storage.output_files import sync_path, translated
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["make_parents", "put_in_place", "require_free", "require_writable"]
+__all__ = ["make_parents", "put_in_place", "remove_folder", "require_free", "require_writable"]
 
 _TARGET_IN_USE: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
@@ -104,6 +104,18 @@ def make_parents(target: Path, *, durable: bool = True) -> list[Path]:
     return missing
 
 
+def remove_folder(path: Path, *, ignore_errors: bool = False) -> None:
+    """Remove a folder and all that is in it, if it is there.
+
+    Raises:
+        OSError: The system cannot do it, and errors are not to be ignored.
+    """
+    if os.path.lexists(path):
+        import shutil  # noqa: PLC0415 - takes long, and most outputs leave nothing behind
+
+        shutil.rmtree(path, ignore_errors=ignore_errors)
+
+
 def put_in_place(
     path: Path, target: Path, *, replaced: Path, force: bool, durable: bool = True
 ) -> None:
@@ -122,7 +134,7 @@ def put_in_place(
     """
     if target.is_dir():
         with suppress(OSError):
-            shutil.copymode(target, path)
+            path.chmod(S_IMODE(target.stat().st_mode))
     if force and target.is_dir() and any(target.iterdir()):
         _swap(path, target, replaced)
     else:
@@ -140,7 +152,7 @@ def _swap(path: Path, target: Path, replaced: Path) -> None:
     """Put the finished folder in the place of another one, which is kept in `replaced`."""
     if os.path.lexists(replaced):
         with translated("what was replaced before cannot be deleted", replaced):
-            shutil.rmtree(replaced)
+            remove_folder(replaced)
     try:
         target.rename(replaced)
     except OSError as error:

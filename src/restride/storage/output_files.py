@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from stat import S_ISDIR
 from threading import Condition
@@ -13,13 +12,13 @@ from typing import TYPE_CHECKING, Final, Self
 from restride.arrays.program import start_writing
 from restride.checkpoint.output import OutputFile
 from restride.errors import ExecutionError, ExistsError, RestrideError
+from restride.storage.background import Background
 from restride.storage.ranges import FilePool, write_exact
 from restride.storage.reserving import reserve
 from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from concurrent.futures import Future
     from pathlib import Path
 
     from _typeshed import ReadableBuffer
@@ -62,7 +61,7 @@ class OutputFiles:
         self._unsynced_folders: set[str] = set()
         # Also of each file that is created, and of the end of that.
         self._lock = Condition()
-        self._creating: Future[None] | None = None
+        self._creating: Background | None = None
         self._is_creating = False
 
     def __enter__(self) -> Self:
@@ -100,10 +99,8 @@ class OutputFiles:
             ExecutionError: There is no room for all of it.
         """
         self._require_room(output.files)
-        thread = ThreadPoolExecutor(1, thread_name_prefix="restride-create")
         self._is_creating = True
-        self._creating = thread.submit(self._create_meanwhile, output)
-        thread.shutdown(wait=False)
+        self._creating = Background("restride-create", self._create_meanwhile, output)
 
     def finish_creating(self) -> None:
         """Wait until all files are there.
@@ -112,13 +109,13 @@ class OutputFiles:
             ExistsError, ExecutionError: As for `create`.
         """
         if self._creating is not None:
-            self._creating.result()
+            self._creating.require_success()
 
     @property
     def cannot_be_created(self) -> bool:
         """Whether it is known by now that one of the files cannot."""
         creating = self._creating
-        return creating is not None and creating.done() and creating.exception() is not None
+        return creating is not None and creating.is_ended and creating.error is not None
 
     def _create_meanwhile(self, output: Output) -> None:
         try:
@@ -255,7 +252,7 @@ class OutputFiles:
                 with self._lock:
                     self._lock.wait_for(lambda: name in self._files or not self._is_creating)
             if not self._is_creating:
-                creating.result()
+                creating.require_success()
         if name not in self._files:
             raise ExecutionError("written to before it was created", where=str(self.path / name))
         return self._files[name]
@@ -330,7 +327,7 @@ class OutputFiles:
         """Close all files, and create no more of them."""
         self._is_creating = False
         if self._creating is not None:
-            wait([self._creating])
+            self._creating.wait()
         self._pool.close()
 
 

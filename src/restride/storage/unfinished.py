@@ -18,7 +18,6 @@ whole new output, and the next process continues from the journal, or removes th
 from __future__ import annotations
 
 import os
-import shutil
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -31,6 +30,7 @@ from restride.storage import companions
 from restride.storage._places import (
     make_parents,
     put_in_place,
+    remove_folder,
     require_free,
     require_no_input,
     require_writable,
@@ -163,8 +163,8 @@ class Unfinished:
         """
         self._replace_journal(records)
         with translated("cannot be created", self.folder):
-            if not keeps and self.files.path.exists():
-                shutil.rmtree(self.files.path)
+            if not keeps:
+                remove_folder(self.files.path)
             self._fresh_path.rename(self._journal_path)
             self.files.path.mkdir(exist_ok=True)
         if self.is_durable:
@@ -467,8 +467,8 @@ def _remove(folder: Path, target: Path) -> None:
     """Remove what is in the folder; what cannot be removed is in nobody's way."""
     if os.path.lexists(folder / _REPLACED) and not os.path.lexists(target):
         return  # it could not be put back, and the next process tries again
-    shutil.rmtree(folder / _FILES, ignore_errors=True)
-    shutil.rmtree(folder / _REPLACED, ignore_errors=True)
+    for name in (_FILES, _REPLACED):
+        remove_folder(folder / name, ignore_errors=True)
     with suppress(OSError):
         companions.remove_all(folder)
         for name in (_NEW_JOURNAL, _JOURNAL, _LOCK):
