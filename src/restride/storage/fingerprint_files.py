@@ -56,7 +56,7 @@ def _content(file: str | PathLike[str]) -> bytes:
         raise FormatError(
             f"is a folder without {MANIFEST_NAME}",
             where=str(file),
-            remedy="compare two checkpoints with `restride diff`",
+            remedy=f"{_WHAT_HAS_FINGERPRINTS}; `restride diff` compares two checkpoints",
         ) from error
     except OSError as error:
         raise ExecutionError(
