@@ -325,6 +325,7 @@ def _convert_first(
         prepared = order.prepared(pool)
         task, first = prepared.task, prepared.first
         total_nbytes = task.plan.total_nbytes
+        prepared.warn(table)
         table.on_plan(PlanStarted(task.plan.step_count, total_nbytes, task.projected_nbytes))
         lead = _lead(order, executor, first)
         with (
@@ -367,6 +368,7 @@ def _convert_part(
     table = DriftTable(progress, {})
     with FilePool() as pool:
         prepared = order.prepared(pool)
+        prepared.warn(table)
         first = order.described(prepared.first)
         with joined_output(
             *(order.out, _purpose(first), job_digest(first), order.number, order.count),
@@ -467,7 +469,7 @@ def _report(
         written_nbytes=written.nbytes,
         projected_nbytes=task.projected_nbytes,
         seconds=seconds,
-        findings=(*catalog.findings, *export.findings, *prepared.spots, *drift),
+        findings=(*catalog.findings, *export.findings, *prepared.noticed, *drift),
         resumed_nbytes=written.resumed_nbytes,
     )
 

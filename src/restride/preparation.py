@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import asdict, replace
 
 from restride.algebra.coverage import replication
+from restride.checkpoint.catalog import Finding
 from restride.checkpoint.decisions import DEFAULT, read_rules
 from restride.checkpoint.proofs import master_findings
 from restride.checkpoint.soundness import require_sound
 from restride.errors import BudgetError, CoverageError, PlanError
+from restride.executors.events import Notice
 from restride.executors.identity import describe_job
 from restride.executors.masters import spot_check_masters
 from restride.executors.sources import CatalogReader, default_budget_nbytes, default_workers
@@ -20,15 +22,17 @@ from restride.exports import lay_out_export
 from restride.formats._registry import Told, open_catalog, require_told_matters
 from restride.frozen import Frozen
 from restride.planning.conversion import Job
+from restride.storage.machine import peak_nbytes
 from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from os import PathLike
 
-    from restride.checkpoint.catalog import Catalog, Finding
+    from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.decisions import ReplicaRules, Saying
     from restride.checkpoint.selection import Export, Selected
+    from restride.executors.events import Observer
     from restride.executors.writing import Task
     from restride.exports import Wanted
     from restride.storage.journal import Record
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["Prepared", "prepare"]
 
 _UNIVERSAL: Final = "deepspeed universal"
+# What is imported on the way is the program itself.
+_PROGRAM_NBYTES: Final = 64 << 20
 
 
 class Prepared(Frozen):
@@ -50,6 +56,7 @@ class Prepared(Frozen):
         task: What to write, in which steps and memory.
         first: What makes it this conversion and no other: the first record of its journal.
         spots: What a look at some weights beside their master copies found.
+        memory: A warning where all this took more memory than the conversion may.
     """
 
     catalog: Catalog
@@ -59,12 +66,23 @@ class Prepared(Frozen):
     task: Task
     first: Record
     spots: tuple[Finding, ...] = ()
+    memory: tuple[Finding, ...] = ()
+
+    @property
+    def noticed(self) -> tuple[Finding, ...]:
+        """What was noticed on the way, beside what the reader saw."""
+        return (*self.spots, *self.memory)
 
     @property
     def inputs(self) -> list[Path]:
         """What the output must not replace. Files may be links to somewhere else."""
         root = Path(self.catalog.root)
         return [root, *(root / file.name for file in self.catalog.files)]
+
+    def warn(self, observer: Observer) -> None:
+        """Tell of the memory before there is more to do, which may take hours."""
+        for finding in self.memory:
+            observer.on_notice(Notice(finding.message))
 
 
 def prepare(
@@ -93,6 +111,7 @@ def prepare(
     """
     if workers is not None and workers < 1:
         raise PlanError(f"{workers} threads write nothing", remedy="give 1 or more")
+    before_nbytes = peak_nbytes()
     # What the files hold is asked for three times, and let go with this call.
     opened = TorchFiles()
     told = Told(wanted.pp_tied, wanted.source_config, wanted.source_rules)
@@ -132,7 +151,22 @@ def prepare(
     require_sound(spots, only_weights=only_weights)
     options = {**asdict(wanted), "replicas": replicas}
     first = describe_job(catalog, reader, export.output, task.plan, options)
-    return Prepared(catalog, reader, export, decided, task, first, spots)
+    memory = tuple(_taken(peak_nbytes() - before_nbytes, budget))
+    return Prepared(catalog, reader, export, decided, task, first, spots, memory)
+
+
+def _taken(nbytes: int, budget_nbytes: int) -> Iterator[Finding]:
+    """A warning where opening and planning took more than the budget.
+
+    Nobody knows before. What they took is free again, and the conversion itself does with less.
+    """
+    if nbytes > budget_nbytes + _PROGRAM_NBYTES:
+        yield Finding(
+            "warning",
+            "memory-of-opening",
+            f"reading headers and planning took {nbytes:,} bytes of memory, more than the budget "
+            f"of {budget_nbytes:,}; the conversion itself stays below it",
+        )
 
 
 def _spots(catalog: Catalog, budget_nbytes: int, *, only_weights: bool) -> tuple[Finding, ...]:

@@ -116,5 +116,5 @@ def dry_run(
         workers=task.plan.workers,
         rate=rate,
         free_nbytes=free_nbytes(out),
-        findings=(*catalog.findings, *export.findings),
+        findings=(*catalog.findings, *export.findings, *prepared.memory),
     )

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from restride import api
+from restride import api, preparation
 from restride.errors import PlanError
+from restride.executors.events import NullObserver
 from restride.exports import Wanted
 from restride.preparation import prepare
 from restride.storage import torch_output, torch_zip
+from restride.storage.machine import peak_nbytes
 from restride.storage.ranges import FilePool, RangeFile
 from restride.storage.torch_output import FileDraft, TorchOutput
 from restride.testing.command_line import SAMPLE
@@ -19,8 +21,10 @@ from restride.testing.command_line import SAMPLE
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from restride.checkpoint.catalog import Finding
     from restride.checkpoint.output import Output
     from restride.checkpoint.values import Value
+    from restride.executors.events import Notice, PlanStarted
     from restride.storage.torch_file import TorchFileLayout
 
 _WAYS = [
@@ -121,3 +125,55 @@ def test_threads_that_are_none_are_refused(tmp_path: Path, workers: int) -> None
         api.convert(SAMPLE, tmp_path / "out", workers=workers)
 
     assert not list(tmp_path.iterdir())
+
+
+class Hears(NullObserver):
+    """Keeps what is told at once."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_notice(self, event: Notice, /) -> None:
+        assert not self.is_begun
+        self.told.append(event.message)
+
+    is_begun = False
+
+    def on_plan(self, _event: PlanStarted, /) -> None:
+        self.is_begun = True
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_opening_that_took_more_than_the_budget_is_told_before_the_first_byte(
+    more: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    budget = 100_000_000
+
+    def run(way: str) -> tuple[Finding, ...]:
+        peaks = iter([1 << 30, (1 << 30) + (64 << 20) + budget + more])
+        monkeypatch.setattr(preparation, "peak_nbytes", lambda: next(peaks))
+        out = tmp_path / way
+        if way == "projected":
+            return api.dry_run(SAMPLE, out, Wanted("safetensors"), budget_nbytes=budget).findings
+        return api.convert(SAMPLE, out, budget_nbytes=budget, observer=observer).findings
+
+    observer = Hears()
+    found = [
+        finding.message
+        for way in ("projected", "converted")
+        for finding in run(way)
+        if finding.kind == "memory-of-opening"
+    ]
+
+    assert len(found) == 2 * more
+    assert observer.told == found[more:]
+    for message in found:
+        assert message.startswith("reading headers and planning took 167,108,865 bytes of memory")
+
+
+def test_the_memory_of_this_process_is_measured() -> None:
+    block = bytearray(b"x") * (64 << 20)
+    before = peak_nbytes()
+    more = bytearray(b"x") * (2 * before)
+
+    assert len(block) < before < len(more) < peak_nbytes()

@@ -240,6 +240,7 @@ class BarProgress:
     def on_notice(self, event: Notice, /) -> None:
         """Write it above the bar."""
         if self._progress is None:
+            self._waiting.end()
             tell(event.message)
         else:
             self._progress.console.print(f"restride: {printable(event.message)}", markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
 
-__all__ = ["core_count", "free_nbytes", "memory_limit_nbytes"]
+__all__ = ["core_count", "free_nbytes", "memory_limit_nbytes", "peak_nbytes"]
 
 _ROOT: Final = Path("/")
 # A cgroup of version 1 without a limit states the largest multiple of a page.
@@ -51,6 +52,11 @@ def memory_limit_nbytes(root: Path = _ROOT) -> int | None:
         if 0 < (limit := _number(_words(folder / name)[:1])) < _NO_LIMIT_NBYTES
     ]
     return min(limits, default=None)
+
+
+def peak_nbytes() -> int:
+    """Most memory that this process ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux counts in KiB
 
 
 def free_nbytes(path: str | PathLike[str]) -> int:
