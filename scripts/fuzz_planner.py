@@ -12,9 +12,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from restride.algebra.walks import Walk, join
 
 from fuzz_choices import ByteRandom
-from restride.algebra._digits import Walk, join
 from restride.algebra.canonical import canonicalize
 from restride.algebra.compose import compose
 from restride.algebra.coverage import Covered, Gap, Hole, Overlap, prove

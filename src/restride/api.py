@@ -105,6 +105,6 @@ def open(  # noqa: A001 - reads as restride.open
     Cost:
         Reads headers only; time grows with the number of tensors, not with their size.
     """
-    from restride.formats._registry import Told, open_catalogs  # noqa: PLC0415 - as the others are
+    from restride.formats.opening import Told, open_catalogs  # noqa: PLC0415 - as the others are
 
     return open_catalogs(path, told=Told(pp_tied, source_config, source_rules))[0]

@@ -16,7 +16,7 @@ from restride.executors.progress import Continued
 from restride.executors.running import run_plan
 from restride.executors.sources import default_budget_nbytes, default_workers
 from restride.executors.verifying import digest_rows
-from restride.formats._registry import Told, open_catalogs
+from restride.formats.opening import Told, open_catalogs
 from restride.frozen import Frozen
 from restride.planning.conversion import plan_comparison
 

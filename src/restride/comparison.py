@@ -30,7 +30,7 @@ from restride.executors.events import NullObserver, PlanFinished, PlanStarted
 from restride.executors.reordering import moves_of
 from restride.executors.running import run_plan
 from restride.executors.sources import CatalogReader, default_budget_nbytes, default_workers
-from restride.formats._registry import Told, open_catalogs
+from restride.formats.opening import Told, open_catalogs
 from restride.frozen import Frozen
 from restride.planning.conversion import plan_reading
 from restride.storage.fingerprint_files import read_fingerprints

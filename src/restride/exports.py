@@ -17,7 +17,7 @@ from restride.checkpoint.selection import (
     select_weights,
 )
 from restride.errors import UnsupportedError
-from restride.formats._registry import open_training
+from restride.formats.opening import open_training
 from restride.frozen import Frozen
 from restride.storage.model_files import read_hyperparameters
 

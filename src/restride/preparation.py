@@ -19,7 +19,7 @@ from restride.executors.masters import spot_check_masters
 from restride.executors.sources import CatalogReader, default_budget_nbytes, default_workers
 from restride.executors.writing import plan_writing
 from restride.exports import lay_out_export
-from restride.formats._registry import Told, open_catalog, require_told_matters
+from restride.formats.opening import Told, open_catalog, require_told_matters
 from restride.frozen import Frozen
 from restride.planning.conversion import Job
 from restride.storage.machine import peak_nbytes

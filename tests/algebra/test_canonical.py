@@ -8,8 +8,8 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from restride.algebra.walks import Walk, coalesce
 
-from restride.algebra._digits import Walk, coalesce
 from restride.algebra.canonical import (
     canonicalize,
     canonicalize_pieces,

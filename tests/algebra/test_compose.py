@@ -11,8 +11,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from restride.algebra.walks import Walk, join
 
-from restride.algebra._digits import Walk, join
 from restride.algebra.compose import chain, compose
 from restride.algebra.intersect import intersect
 from restride.algebra.layout import Layout, Padding

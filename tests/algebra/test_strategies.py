@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
+from restride.algebra.walks import Walk
 
-from restride.algebra._digits import Walk
 from restride.algebra.layout import Layout, Padding
 from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 from hypothesis import given
+from restride.algebra.walks import Walk
 
-from restride.algebra._digits import Walk
 from restride.algebra.compose import compose
 from restride.algebra.transfer import Transfer, TransferAxis
 from restride.errors import LayoutError

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from restride.algebra._digits import Walk, merge
 from restride.algebra.layout import Padding
 from restride.algebra.piece import Axis, Piece
+from restride.algebra.walks import Walk, merge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from restride.algebra._digits import Walk, join, merge
 from restride.algebra.canonical import canonicalize, piece_of_walk
 from restride.algebra.intersect import join_pieces
 from restride.algebra.layout import Layout, Padding, shape_runs
 from restride.algebra.piece import Axis, Piece
 from restride.algebra.transfer import PURE, Transfer, Transfers
+from restride.algebra.walks import Walk, join, merge
 from restride.errors import LayoutError, ShapeMismatchError
 
 if TYPE_CHECKING:

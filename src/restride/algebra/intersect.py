@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from restride.algebra._digits import Walk, join, merge
 from restride.algebra.transfer import PURE, Transfer
+from restride.algebra.walks import Walk, join, merge
 
 if TYPE_CHECKING:
     from restride.algebra.piece import Piece

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from restride.algebra._checks import require_int
-from restride.algebra._digits import Walk, fix
+from restride.algebra.walks import Walk, fix
 from restride.errors import LayoutError
 from restride.frozen import Frozen
 

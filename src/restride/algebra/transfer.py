@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from restride.algebra._checks import require_int
-from restride.algebra._digits import Walk, fix
+from restride.algebra.walks import Walk, fix
 from restride.errors import LayoutError
 from restride.frozen import Frozen
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
-from restride.algebra._digits import Walk, join
+from restride.algebra.walks import Walk, join
 from restride.frozen import Frozen
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from restride.algebra._digits import Walk
 from restride.algebra.canonical import piece_of_walk
 from restride.algebra.coverage import require_covered
+from restride.algebra.walks import Walk
 from restride.arrays._blocks import Block, Side
 from restride.arrays._checks import (
     admit_out,

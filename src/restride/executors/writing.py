@@ -28,7 +28,7 @@ from restride.executors.resuming import noted_blocks, noted_drift, read_back
 from restride.executors.stopping import StopsWith
 from restride.executors.streaming import StreamingExecutor
 from restride.executors.tasks import Task, plan_writing
-from restride.formats._registry import open_catalog
+from restride.formats.opening import open_catalog
 from restride.frozen import Frozen
 from restride.storage.companions import Team, journals_of, new_word
 from restride.storage.journal import read_journal

@@ -1,1 +1,1 @@
-"""One package for each format, all of them behind one door: `_registry`."""
+"""One package for each format, all of them behind one door: `opening`."""

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from fractions import Fraction
 
-    from restride.algebra._digits import Walk
     from restride.algebra.copies import Decision
+    from restride.algebra.walks import Walk
     from restride.checkpoint.catalog import StateEntry
     from restride.checkpoint.dtypes import DType
     from restride.planning.replicas import Block

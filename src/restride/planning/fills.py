@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import Struct
 
-from restride.algebra._digits import restrict
+from restride.algebra.walks import restrict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from restride.algebra._digits import Walk
+    from restride.algebra.walks import Walk
 
 __all__ = ["Fill", "Pattern", "Reach", "Row", "Source", "numel_of", "walks_within"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from restride.algebra._digits import Walk, restrict
+from restride.algebra.walks import Walk, restrict
 from restride.errors import LayoutError
 from restride.planning.fills import numel_of, walks_within
 from restride.planning.sharing import lanes

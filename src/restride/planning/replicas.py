@@ -11,8 +11,8 @@ from itertools import chain, pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
-from restride.algebra._digits import Walk, coalesce, join
 from restride.algebra.coverage import sweep
+from restride.algebra.walks import Walk, coalesce, join
 from restride.errors import PlanError, UnsupportedError
 from restride.frozen import Frozen
 

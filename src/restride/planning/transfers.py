@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from msgspec import Struct
 from msgspec.structs import replace
 
-from restride.algebra._digits import Walk, merge
 from restride.algebra.compose import compose
 from restride.algebra.coverage import Gap, Hole, Overlap, explain, prove, replication
 from restride.algebra.transfer import Transfer, Transfers
+from restride.algebra.walks import Walk, merge
 from restride.errors import CoverageError, PlanError
 from restride.frozen import Frozen
 from restride.planning.replicas import Block, blocks_of_target

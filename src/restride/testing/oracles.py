@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from fractions import Fraction
 
-    from restride.algebra._digits import Walk
     from restride.algebra.layout import Layout
     from restride.algebra.piece import Piece
     from restride.algebra.transfer import Transfer
+    from restride.algebra.walks import Walk
 
 __all__ = [
     "chain_by_walking",
@@ -40,7 +40,7 @@ def walk_addresses(walk: Walk) -> Iterator[tuple[int, ...]]:
     """Yield the addresses of each step of a walk, outermost loop first.
 
     Examples:
-        >>> from restride.algebra._digits import Walk
+        >>> from restride.algebra.walks import Walk
         >>> list(walk_addresses(Walk((5, 0), ((2, 10, 1), (2, 1, 2)))))
         [(5, 0), (6, 2), (15, 1), (16, 3)]
     """
@@ -108,7 +108,7 @@ def join_by_walking(a: Walk, b: Walk) -> Counter[tuple[int, ...]]:
     """What `join` must visit: each pair of steps with equal first addresses, once.
 
     Examples:
-        >>> from restride.algebra._digits import Walk
+        >>> from restride.algebra.walks import Walk
         >>> join_by_walking(Walk((0, 7), ((3, 2, 1),)), Walk((1, 9), ((4, 1, 1),)))
         Counter({(2, 8, 10): 1, (4, 9, 12): 1})
     """

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from restride.algebra._digits import Walk
 from restride.algebra.layout import Layout, Padding
 from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece
+from restride.algebra.walks import Walk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from restride.formats.opening import open_training
 
 from restride import api
-from restride.formats._registry import open_training
 from restride.formats.deepspeed.reader import read_catalog
 from restride.testing.contents import file_content
 from restride.testing.saved_values import edit_file

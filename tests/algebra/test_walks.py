@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from restride.algebra._digits import Walk, coalesce, fix, join, merge, restrict
+from restride.algebra.walks import Walk, coalesce, fix, join, merge, restrict
 from restride.errors import UnsupportedError
 from restride.testing.oracles import join_by_walking, walk_addresses
 from restride.testing.strategies import walks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from restride.errors import ExecutionError, FormatError
-from restride.formats._registry import detect_format, open_catalog
+from restride.formats.opening import detect_format, open_catalog
 from restride.testing.hostile_safetensors import valid_safetensors
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def test_only_the_reader_that_is_needed_is_imported(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(valid_safetensors())
     code = (
         "import sys\n"
-        "from restride.formats._registry import open_catalog\n"
+        "from restride.formats.opening import open_catalog\n"
         "assert len(open_catalog(sys.argv[1]).tensors) == 2\n"
         "wrong = {'pickle', 'numpy', 'torch', 'safetensors', 'restride.formats.deepspeed'}\n"
         "assert wrong.isdisjoint(sys.modules), wrong & set(sys.modules)\n"
