@@ -12,7 +12,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from restride.algebra.walks import Walk, join
 
 from fuzz_choices import ByteRandom
 from restride.algebra.canonical import canonicalize
@@ -23,6 +22,7 @@ from restride.algebra.layout import Layout, Padding
 from restride.algebra.piece import Axis, Piece
 from restride.algebra.serial import layout_from_json, layout_to_json
 from restride.algebra.signature import same_layout, signature
+from restride.algebra.walks import Walk, join
 from restride.arrays.extract import extract
 from restride.arrays.move import move
 from restride.arrays.rebuild import rebuild

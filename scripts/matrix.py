@@ -45,10 +45,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from restride.formats.opening import Told, open_catalog
-
 from restride import api
 from restride.errors import RestrideError
+from restride.formats.opening import Told, open_catalog
 from restride.testing.contents import file_content
 from restride.testing.gather import gather_all
 

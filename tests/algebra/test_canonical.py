@@ -8,7 +8,6 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from restride.algebra.walks import Walk, coalesce
 
 from restride.algebra.canonical import (
     canonicalize,
@@ -19,6 +18,7 @@ from restride.algebra.canonical import (
 from restride.algebra.layout import Layout, Padding
 from restride.algebra.mesh import as_mesh
 from restride.algebra.piece import Axis, Piece
+from restride.algebra.walks import Walk, coalesce
 from restride.errors import LayoutError
 from restride.testing.oracles import walk_addresses, walk_padding, walk_piece, walk_relation
 from restride.testing.strategies import layouts, pieces, recut, wild_layouts

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from restride.algebra.walks import Walk, join
 
 from restride.algebra.compose import chain, compose
 from restride.algebra.intersect import intersect
@@ -19,6 +18,7 @@ from restride.algebra.layout import Layout, Padding
 from restride.algebra.mesh import Mesh, as_mesh
 from restride.algebra.piece import Axis, Piece
 from restride.algebra.transfer import Transfer, TransferAxis
+from restride.algebra.walks import Walk, join
 from restride.errors import LayoutError, ShapeMismatchError
 from restride.layouts import bigcode_qkv, codegen_qkv, replicated, split, sub_params
 from restride.testing.oracles import (

@@ -8,12 +8,12 @@ from fractions import Fraction
 import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
-from restride.algebra.walks import Walk
 
 from restride.algebra.layout import Layout, Padding
 from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece
 from restride.algebra.transfer import Transfer, TransferAxis
+from restride.algebra.walks import Walk
 from restride.testing.oracles import (
     chain_by_walking,
     compose_by_walking,

@@ -6,10 +6,10 @@ from fractions import Fraction
 
 import pytest
 from hypothesis import given
-from restride.algebra.walks import Walk
 
 from restride.algebra.compose import compose
 from restride.algebra.transfer import Transfer, TransferAxis
+from restride.algebra.walks import Walk
 from restride.errors import LayoutError
 from restride.layouts import replicated, split
 from restride.testing.oracles import walk_transfers

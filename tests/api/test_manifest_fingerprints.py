@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from restride.formats.opening import open_catalog
 
 from restride import api
 from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
 from restride.errors import CoverageError, RuleError, UnsupportedError
 from restride.executors.manifests import fingerprints_of
+from restride.formats.opening import open_catalog
 from restride.testing.command_line import SAMPLE
 
 TENSOR_PARALLEL_Z3 = Path(__file__).parents[1] / "data" / "deepspeed" / "tensor_parallel_z3"

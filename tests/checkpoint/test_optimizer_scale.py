@@ -6,7 +6,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from restride.formats.opening import open_training
 
 from restride.api import convert
 from restride.api import open as open_checkpoint
@@ -15,6 +14,7 @@ from restride.checkpoint.optimizer_scale import follow_scales
 from restride.checkpoint.training import ModelRank, ParameterGroup, Training
 from restride.comparison import diff
 from restride.errors import UnsupportedError
+from restride.formats.opening import open_training
 from restride.layouts import replicated, split
 from restride.testing.catalogs import catalog_of
 from restride.testing.zero_files import Parameter, ZeroRun, box_map, write_zero_run

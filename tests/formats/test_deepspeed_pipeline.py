@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from restride.formats.opening import Told, open_catalog
 from safetensors import safe_open
 
 import restride
@@ -20,6 +19,7 @@ from restride.arrays.extract import extract
 from restride.comparison import check_against
 from restride.errors import CorruptError, FormatError, ReplicaError, UnsupportedError
 from restride.formats.deepspeed import read_catalog
+from restride.formats.opening import Told, open_catalog
 from restride.testing.gather import gather_all
 from restride.testing.pipeline_files import StageRun, pipelines, write_pipeline
 from restride.testing.saved_values import Array, edit_file

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from restride.formats.opening import Told, open_catalog
 
 from restride import api
 from restride.errors import CorruptError, UnsupportedError
+from restride.formats.opening import Told, open_catalog
 from restride.testing.contents import file_content
 from restride.testing.gather import gather
 from restride.testing.saved_values import edit_file

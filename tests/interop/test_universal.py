@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from restride.formats.opening import open_training
 
 from restride import api
 from restride.errors import CorruptError
+from restride.formats.opening import open_training
 from restride.testing.gather import gather_all
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from restride.algebra.walks import Walk
 
+from restride.algebra.walks import Walk
 from restride.checkpoint.dtypes import DTYPES
 from restride.layouts import split
 from restride.planning import plan as planning

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from restride.formats.opening import open_catalog, open_training
 
 from restride import exports
 from restride.errors import RestrideError
 from restride.exports import Wanted
+from restride.formats.opening import open_catalog, open_training
 from restride.storage.torch_file import lay_out_torch_file
 from restride.storage.torch_output import TorchOutput
 from restride.storage.torch_zip import TorchFiles

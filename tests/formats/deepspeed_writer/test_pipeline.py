@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
-from restride.formats.opening import Told, open_catalog, open_training
 
 from restride import api
 from restride.errors import CorruptError, ReplicaError, UnsupportedError
+from restride.formats.opening import Told, open_catalog, open_training
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.contents import file_content, tree
 from restride.testing.gather import gather_all

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from restride.formats.opening import open_training
 
 from restride import api
 from restride.formats.deepspeed.reader import read_catalog
+from restride.formats.opening import open_training
 from restride.testing.contents import file_content
 from restride.testing.saved_values import edit_file
 from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run

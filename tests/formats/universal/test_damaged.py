@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from restride.formats.opening import open_training
 
 from restride import api
 from restride.errors import RestrideError
+from restride.formats.opening import open_training
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.mutations import damaged_pickles
 from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from restride.formats.opening import open_training
 
 from restride import api
 from restride.errors import UnsupportedError
+from restride.formats.opening import open_training
 from restride.testing.gather import gather_all
 
 RECORDED = Path(__file__).parents[2] / "data" / "deepspeed"

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from restride.formats.opening import open_training
 
 from restride import api
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
+from restride.formats.opening import open_training
 from restride.formats.universal import lay_out
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.command_line import run

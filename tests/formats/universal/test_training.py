@@ -7,13 +7,13 @@ from math import prod
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from restride.formats.opening import open_training
 
 from restride import api
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed.training import read_training as read_source
+from restride.formats.opening import open_training
 from restride.formats.universal import read_training
 from restride.testing.saved_values import edit_file, save_file
 from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
