@@ -128,6 +128,8 @@ def test_the_help_of_a_conversion_has_every_option_once_under_a_heading() -> Non
             ["convert", "a", "b", "--resum"],
             "no such option '--resum' (did you mean --resume",
         ),
+        (["check", "x", "--to", "y"], "check: no such option '--to'; see restride check --help"),
+        (["convert", "a", "b", "-f"], "no such option '-f' (did you mean --force?)"),
         (["layouts", "codegen_qkv"], "is called 'codegen_qkv' (did you mean codegen-qkv"),
         (["info", ""], "'CHECKPOINT': it is empty: is a variable not set?"),
         (["convert", "a", ""], "'OUT': it is empty: is a variable not set?"),

@@ -170,12 +170,25 @@ def _is_unread(stream: TextIO) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
+def _options_like(error: click.NoSuchOption) -> list[str]:
+    """Options of the command that may have been meant; the dashes make no two of them alike."""
+    options = error.ctx.command.params if error.ctx else ()
+    names = [
+        name
+        for option in options
+        if isinstance(option, click.Option)
+        for name in (*option.opts, *option.secondary_opts)
+    ]
+    by_word = {name.lstrip("-"): name for name in names}
+    return [by_word[word] for word in closest(error.option_name.lstrip("-"), by_word)]
+
+
 def _usage_sentence(error: click.ClickException) -> str:
     message = error.format_message().rstrip(".")
     message = message[:1].lower() + message[1:]
     context = error.ctx if isinstance(error, click.UsageError) else None
     if isinstance(error, click.NoSuchOption):
-        message = f"no such option {error.option_name!r}{meant(error.possibilities or ())}"
+        message = f"no such option {error.option_name!r}{meant(_options_like(error))}"
     if context is None:
         return message
     command = context.command_path.removeprefix("restride").strip()
