@@ -11,7 +11,7 @@ from threading import Event
 import pytest
 
 from restride.errors import ExecutionError, ExistsError, MissingProcessError, StoppedError
-from restride.storage import companions, joining
+from restride.storage import companions, joining, unfinished
 from restride.storage.companions import Team
 from restride.storage.journal import Journal, read_journal
 from restride.storage.locks import is_held, locked
@@ -114,8 +114,11 @@ def test_a_process_that_was_answered_and_is_kept_out_by_a_new_leader_asks_that_o
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_who_is_let_in_has_its_part_and_its_locks_and_what_was_done_before(out, leader, durable):
-    before = {"region": 0}
+def test_who_is_let_in_has_its_part_and_its_locks_and_what_was_done_before(
+    out, leader, durable, monkeypatch
+):
+    before, synced = {"region": 0}, []
+    monkeypatch.setattr(unfinished, "sync_path", synced.append)
     with (
         leader.begin(before, TEAM.record, {"later": 1}),
         leader.answering({**WELCOME, "durable": durable}),
@@ -126,6 +129,7 @@ def test_who_is_let_in_has_its_part_and_its_locks_and_what_was_done_before(out, 
         assert joined.place.is_durable is durable
         assert joined.place.files.path == leader.folder / "files"
         assert read_journal(leader.folder / "journal.1") == [joined.head]
+        assert synced == ([leader.folder] if durable else [])
         assert is_held(leader.folder / "lock.1")
         with pytest.raises(ExecutionError), locked(leader.folder / "members", what="all"):
             pytest.fail("it writes")

@@ -26,6 +26,7 @@ OUTPUT = Output(
 )
 """Shards of four bytes; gaps before, between and behind them, and one of a whole file."""
 
+OPEN = Path("/proc/self/fd")
 PATHS = [Path(file.name) for file in OUTPUT.files]
 
 
@@ -165,3 +166,11 @@ def test_a_folder_that_cannot_be_listed_is_an_error(files, monkeypatch):
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(ExecutionError, match=r"cannot be listed \(Input/output error\)"):
         files.sync()
+
+
+def test_no_file_stays_open(files):
+    before = len(list(OPEN.iterdir()))
+    files.create(OUTPUT)
+    files.write_exact("a", 0, b"1")
+    files.sync()
+    assert len(list(OPEN.iterdir())) == before

@@ -26,7 +26,7 @@ from restride.checkpoint.output import Output, OutputFile
 from restride.errors import ExecutionError, ExistsError, PlanError
 from restride.storage import output_files, reserving
 from restride.storage.companions import Team
-from restride.storage.journal import Journal
+from restride.storage.journal import Journal, read_journal
 from restride.storage.locks import locked
 from restride.storage.output_files import OutputFiles
 from restride.storage.unfinished import Purpose, require_startable, unfinished_output
@@ -583,8 +583,10 @@ def test_the_first_files_are_written_to_while_others_are_created(
 
 def test_all_files_of_an_output_are_there_when_none_was_written_to(tmp_path: Path) -> None:
     with atomic_directory(tmp_path / "out") as directory:
+        assert not directory.cannot_be_created
         directory.begin_creating(LATE)
         directory.finish_creating()
+        assert not directory.cannot_be_created
 
     assert tree(tmp_path / "out") == {"a": b"\0\0c", "d/b": b"x\0", "d/e": b"\0"}
 
@@ -626,6 +628,7 @@ def test_whoever_writes_is_told_that_a_file_cannot_be_created(
             others.set()
             with no_room():
                 waiting.result()
+            assert directory.cannot_be_created
         # A file that is there, the one that failed, and one that never came.
         for name in ("a", "d/b", "d/e"):
             with no_room():
@@ -851,6 +854,9 @@ def test_an_output_that_was_finished_is_not_written_again_and_what_is_left_is_re
     with unfinished_output(final, finished(final), resume=True) as place:
         assert place.is_published
         assert place.records == (({"nbytes": 1}, PUBLISHED) if has_journal else ())
+        assert place.done_nbytes == 0
+        with pytest.raises(ExecutionError, match="the journal is not open"):
+            place.note([{"nbytes": 1}])
     assert tree(tmp_path) == {"out/f": b"done"}
     assert list(tmp_path.iterdir()) == [final]
 
@@ -912,6 +918,75 @@ def test_a_finished_output_that_was_spoiled_is_begun_anew(tmp_path: Path) -> Non
         assert place.is_resumed
         assert not place.is_published
         assert place.files.path.is_dir()
+
+
+def test_what_was_left_of_a_journal_that_was_never_begun_is_not_believed(tmp_path: Path) -> None:
+    """A process died after it had written the new journal, and before that had its name."""
+    final = tmp_path / "out"
+    folder = left(final, {"nbytes": 40}, content=b"old")
+    (folder / "journal").rename(folder / "journal.new")
+    with unfinished_output(final, finished(final)):
+        assert read_journal(folder / "journal") == [FIRST]
+
+
+def test_what_would_be_refused_in_the_end_is_refused_before_anything_is_planned(
+    tmp_path: Path,
+) -> None:
+    final = tmp_path / "out"
+    require_startable(final)
+    folder = left(final, {"nbytes": 40})
+    require_startable(final)  # nothing is there but words
+    (folder / "files").mkdir()
+    with pytest.raises(ExistsError, match="40 of 100 bytes done; add --resume"):
+        require_startable(final)
+    require_startable(final, force=True)
+    require_startable(final, resume=True)
+    write_file(final / "f", b"mine")
+    require_startable(final, force=True)
+    require_startable(final, resume=True)
+    with pytest.raises(ExistsError, match="would delete"):
+        require_startable(final, force=True, inputs=[final / "f"])
+    (folder / "journal").unlink()
+    for options in ({}, {"resume": True}):
+        with pytest.raises(ExistsError, match="exists and is not empty"):
+            require_startable(final, **options)
+
+
+def test_a_leftover_says_where_that_is_which_was_to_be_replaced(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+    folder = left(final, content=b"new")
+    write_file(folder / "replaced" / "f", b"old")
+    with pytest.raises(ExistsError, match=rf"what was here is in {folder}/replaced$"):
+        require_startable(final)
+    final.mkdir()
+    with pytest.raises(ExistsError, match=rf"--resume to continue or remove {folder}$"):
+        require_startable(final)
+
+
+def test_nothing_is_written_or_removed_beside_whoever_writes(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+    folder = left(final, content=b"new")
+    with locked(folder / "lock", what="out"):
+        before = tree(tmp_path)
+        for options in ({}, {"force": True}, {"resume": True}):
+            with (
+                pytest.raises(ExecutionError, match="is writing it"),
+                unfinished_output(final, finished(final), **options),
+            ):
+                pytest.fail("two write")
+        assert tree(tmp_path) == before
+
+
+def test_a_leftover_that_holds_the_input_is_not_thrown_away(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+    folder = left(final, content=b"new")
+    for options in ({"force": True}, {"resume": True}):
+        with (
+            pytest.raises(ExistsError, match=r"would delete .*/files/f"),
+            unfinished_output(final, finished(final), inputs=[folder / "files/f"], **options),
+        ):
+            pytest.fail("it is needed")
+    assert tree(folder / "files") == {"f": b"new"}
 
 
 def test_what_died_between_two_renames_is_put_back_first(tmp_path: Path) -> None:

@@ -392,7 +392,7 @@ def _enter(
         if not force and not resume:
             raise _left(place.folder, target, records)
     require_free(target, force=force, inputs=inputs)
-    if records and resume and not is_done:
+    if records and resume:
         place.resume(records)
         return
     place.records = tuple(records[1:])
