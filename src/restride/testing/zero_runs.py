@@ -17,16 +17,33 @@ if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn
     from numpy.typing import NDArray
 
-    from restride.testing.zero_files import Writer
+    from restride.testing.zero_files import Cut, Writer
 
-__all__ = ["distinct", "muon_runs", "zero_runs"]
+__all__ = ["ADAM", "distinct", "muon_runs", "parameter", "zero_runs"]
 
-_STATES = ("weight", "fp32", "exp_avg", "exp_avg_sq")
+ADAM = ("weight", "fp32", "exp_avg", "exp_avg_sq")
+"""The states of a parameter that Adam trains."""
 
 
 def distinct(shape: tuple[int, ...], first: int) -> NDArray[Any]:
     """Values of which no two are equal, so that no two elements can be mixed up."""
     return (first + np.arange(prod(shape), dtype=np.float32)).reshape(shape)
+
+
+def parameter(
+    first: int,
+    shape: tuple[int, ...],
+    cut: Cut = None,
+    *,
+    states: Sequence[str] = ADAM,
+    group: int = 0,
+) -> Parameter:
+    """A parameter with the same values in weight and master copy, and others in each more state."""
+    values = {
+        state: distinct(shape, first + 1000 * max(place - 1, 0))
+        for place, state in enumerate(states)
+    }
+    return Parameter(shape, values, cut, group)
 
 
 @st.composite
@@ -46,11 +63,11 @@ def zero_runs(
             cut = (dim, widths)
         states = {
             state: distinct(shape, 10_000 * number + 1000 * place)
-            for place, state in enumerate(_STATES)
+            for place, state in enumerate(ADAM)
         }
         parameters[f"layer.{number}.weight"] = Parameter(shape, states, cut, group=0)
     # The first parameter of every group is whole, so that no rank's group is empty.
-    whole = Parameter((3,), {s: distinct((3,), 90_000 + n) for n, s in enumerate(_STATES)})
+    whole = Parameter((3,), {s: distinct((3,), 90_000 + n) for n, s in enumerate(ADAM)})
     groups = draw(st.integers(1, 2))
     grouped = {
         name: Parameter(p.shape, p.states, p.cut, draw(st.integers(0, groups - 1)))

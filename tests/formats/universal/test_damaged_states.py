@@ -9,21 +9,13 @@ from restride import api
 from restride.errors import CorruptError, FormatError
 from restride.formats.universal import read_catalog
 from restride.testing.saved_values import Array, edit_file
-from restride.testing.zero_files import Parameter, ZeroRun, stored, write_zero_run
-from restride.testing.zero_runs import distinct
-
-ADAM = ("weight", "fp32", "exp_avg", "exp_avg_sq")
-
-
-def parameter(shape, first, group=0):
-    starts = (first, first, first + 1000, first + 2000)
-    arrays = {state: distinct(shape, start) for state, start in zip(ADAM, starts, strict=True)}
-    return Parameter(shape, arrays, None, group)
+from restride.testing.zero_files import ZeroRun, stored, write_zero_run
+from restride.testing.zero_runs import distinct, parameter
 
 
 @pytest.fixture
 def folder(tmp_path):
-    run = ZeroRun(2, 1, {"a": parameter((4, 3), 100), "b": parameter((6,), 500)})
+    run = ZeroRun(2, 1, {"a": parameter(100, (4, 3)), "b": parameter(500, (6,))})
     write_zero_run(tmp_path / "run", run)
     api.convert(tmp_path / "run", tmp_path / "universal", to="universal")
     return tmp_path / "universal"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,20 +24,8 @@ from restride.testing.command_line import run
 from restride.testing.gather import gather_all
 from restride.testing.inert_values import save_value
 from restride.testing.saved_values import Array, edit_file, save_file
-from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
-
-ADAM = ("weight", "fp32", "exp_avg", "exp_avg_sq")
-
-
-def parameter(first, shape, cut=None):
-    values = {
-        state: (
-            first + 1000 * max(place - 1, 0) + np.arange(prod(shape), dtype=np.float32)
-        ).reshape(shape)
-        for place, state in enumerate(ADAM)
-    }
-    return Parameter(shape, values, cut)
-
+from restride.testing.zero_files import ZeroRun, write_zero_run
+from restride.testing.zero_runs import ADAM, parameter
 
 PARAMETERS = {
     "z.weight": parameter(0, (6, 4), (0, (4, 2))),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from math import prod
 
 import numpy as np
 import pytest
@@ -22,21 +21,11 @@ from restride.testing.command_line import run
 from restride.testing.gather import gather_all
 from restride.testing.partitioned_files import write_partitioned_run
 from restride.testing.saved_values import Array, edit_file
-from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
+from restride.testing.zero_files import ZeroRun, write_zero_run
+from restride.testing.zero_runs import ADAM, parameter
 
-ADAM = ("weight", "fp32", "exp_avg", "exp_avg_sq")
 WRITERS = {1: write_zero_run, 3: write_partitioned_run}
 FORMATS = {1: "deepspeed universal", 3: "deepspeed universal zero-3"}
-
-
-def parameter(first, shape, cut=None, group=0, states=ADAM):
-    values = {
-        state: (
-            first + 1000 * max(place - 1, 0) + np.arange(prod(shape), dtype=np.float32)
-        ).reshape(shape)
-        for place, state in enumerate(states)
-    }
-    return Parameter(shape, values, cut, group)
 
 
 PARAMETERS = {

@@ -10,20 +10,14 @@ from restride.errors import ReplicaError, UnsupportedError
 from restride.testing.gather import gather_all
 from restride.testing.partitioned_files import write_partitioned_run
 from restride.testing.saved_values import Array, edit_file
-from restride.testing.zero_files import Parameter, ZeroRun, stored, write_zero_run
-from restride.testing.zero_runs import distinct
-
-ADAM = ("weight", "fp32", "exp_avg", "exp_avg_sq")
-
-
-def parameter(shape, first, group=0):
-    starts = (first, first, first + 1000, first + 2000)
-    arrays = {state: distinct(shape, start) for state, start in zip(ADAM, starts, strict=True)}
-    return Parameter(shape, arrays, None, group)
+from restride.testing.zero_files import ZeroRun, stored, write_zero_run
+from restride.testing.zero_runs import distinct, parameter
 
 
 def run_of(*groups, dp=1):
-    return ZeroRun(dp, 1, {f"{n}.w": parameter((4,), 10 * n, g) for n, g in enumerate(groups)})
+    return ZeroRun(
+        dp, 1, {f"{n}.w": parameter(10 * n, (4,), group=g) for n, g in enumerate(groups)}
+    )
 
 
 def step(value):

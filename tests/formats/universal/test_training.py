@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -16,20 +13,10 @@ from restride.formats.deepspeed.training import read_training as read_source
 from restride.formats.opening import open_training
 from restride.formats.universal import read_training
 from restride.testing.saved_values import edit_file, save_file
-from restride.testing.zero_files import Parameter, ZeroRun, write_zero_run
+from restride.testing.zero_files import ZeroRun, write_zero_run
+from restride.testing.zero_runs import parameter
 
-ADAM = ("weight", "fp32", "exp_avg", "exp_avg_sq")
 OPTIMIZER_FILE = "step/zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"
-
-
-def parameter(first, shape, cut=None, group=0):
-    values = {
-        state: (
-            first + 1000 * max(place - 1, 0) + np.arange(prod(shape), dtype=np.float32)
-        ).reshape(shape)
-        for place, state in enumerate(ADAM)
-    }
-    return Parameter(shape, values, cut, group)
 
 
 PARAMETERS = {

@@ -23,21 +23,11 @@ from restride.testing.command_line import run
 from restride.testing.gather import gather
 from restride.testing.mutations import damaged_pickles
 from restride.testing.saved_values import Array, edit_file, save_file
-from restride.testing.zero_files import Parameter, ZeroRun, shard_of, write_zero_run
+from restride.testing.zero_files import ZeroRun, shard_of, write_zero_run
+from restride.testing.zero_runs import ADAM, parameter
 
-ADAM = ("weight", "fp32", "exp_avg", "exp_avg_sq")
 OPTIMIZER_FILE = "step/zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"
 MODEL_FILE = "step/mp_rank_{:02d}_model_states.pt"
-
-
-def parameter(first, shape, cut=None, states=ADAM, group=0):
-    values = {
-        state: (
-            first + 1000 * max(place - 1, 0) + np.arange(prod(shape), dtype=np.float32)
-        ).reshape(shape)
-        for place, state in enumerate(states)
-    }
-    return Parameter(shape, values, cut, group)
 
 
 PARAMETERS = {
@@ -153,7 +143,7 @@ def test_the_optimizer_keeps_everything_but_its_tensors(tmp_path):
 
 def test_states_keep_the_names_that_the_optimizer_gave_them(tmp_path):
     states = ("weight", "fp32", "momentum_buffer")
-    source = written(tmp_path / "in", {"w": parameter(0, (4, 3), (0, (2, 2)), states)})
+    source = written(tmp_path / "in", {"w": parameter(0, (4, 3), (0, (2, 2)), states=states)})
 
     top = converted(source, tmp_path / "out")
 
@@ -414,7 +404,7 @@ def test_a_name_that_would_lead_elsewhere_is_refused_and_nothing_is_left(tmp_pat
 @pytest.mark.parametrize("state", ["../fp32", "a/b"])
 def test_a_state_that_would_lead_elsewhere_is_refused(tmp_path, state):
     states = ("weight", "fp32", state)
-    source = written(tmp_path / "in", {"w": parameter(0, (4,), None, states)}, dp=1, tp=1)
+    source = written(tmp_path / "in", {"w": parameter(0, (4,), states=states)}, dp=1, tp=1)
 
     with pytest.raises(UnsupportedError, match="cannot be the name of a file"):
         api.convert(source, tmp_path / "out", to="universal")
