@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from recorded import SHARED
 from restride import api
 from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
 from restride.errors import CoverageError, RuleError, UnsupportedError
@@ -14,27 +15,6 @@ from restride.formats.opening import open_catalog
 from restride.testing.command_line import SAMPLE
 
 TENSOR_PARALLEL_Z3 = Path(__file__).parents[1] / "data" / "deepspeed" / "tensor_parallel_z3"
-RECORDED = [
-    "bloom_tp2_z1",
-    "codegen_fused_tp2_z0",
-    "codegen_fused_tp2_z1",
-    "codegen_fused_tp2dp2_z1",
-    "codegen_rowcut_tp2_z1",
-    "gpt2_tp1dp2_z1",
-    "gptbigcode_tp2_z1",
-    "llama_tied_tp2_z1",
-    "llama_tp1dp2_z1",
-    "llama_tp1dp2_z2",
-    "llama_tp1dp2_z3",
-    "llama_tp2_z1",
-    "llama_tp2_z1_fp32",
-    "llama_tp2_z3",
-    "llama_unevenkv_tp2_z1",
-    "mixtral_ep2_z1",
-    "mixtral_ep2_z3",
-    "mixtral_tp2_z1",
-    "opt_tp2_z1",
-]
 TARGETS = {
     "safetensors": {"states": "all"},
     "universal": {"to": "universal"},
@@ -72,6 +52,6 @@ def test_so_has_that_of_an_output_with_copies_of_model_files(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", SHARED)
 def test_so_has_that_of_a_real_checkpoint(name, shared, tmp_path):
     assert require_same_as_read_back(shared / "checkpoints" / name, tmp_path)

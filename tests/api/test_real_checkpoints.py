@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import restride
+from recorded import DRIFTED, WITHOUT_ZERO, shared_but
 from restride import api, exports
 from restride.arrays.casts import cast
 from restride.checkpoint.dtypes import DTYPES
@@ -16,24 +17,8 @@ from restride.errors import ExistsError, PlanError, ReplicaError, UnsupportedErr
 from restride.testing.command_line import SAMPLE
 from restride.testing.gather import gather, gather_all
 
-WITH_REFERENCE = [
-    "bloom_tp2_z1",
-    "codegen_fused_tp2_z1",
-    "codegen_fused_tp2dp2_z1",
-    "codegen_rowcut_tp2_z1",
-    "llama_tied_tp2_z1",
-    "llama_tp1dp2_z1",
-    "llama_tp1dp2_z3",
-    "llama_tp2_z1",
-    "llama_tp2_z1_fp32",
-    "llama_tp2_z3",
-    "llama_unevenkv_tp2_z1",
-    "mixtral_ep2_z1",
-    "mixtral_ep2_z3",
-    "mixtral_tp2_z1",
-    "opt_tp2_z1",
-]
 WITHOUT_REFERENCE = ["gpt2_tp1dp2_z1", "llama_tp1dp2_z2"]
+WITH_REFERENCE = shared_but(WITHOUT_ZERO, DRIFTED, *WITHOUT_REFERENCE)
 
 
 def contents(folder):

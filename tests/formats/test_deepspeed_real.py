@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from recorded import DRIFTED, SHARED
 from restride.algebra.coverage import Covered, prove
 from restride.algebra.signature import same_layout
 from restride.arrays.extract import extract
@@ -21,31 +22,9 @@ from restride.layouts import codegen_qkv
 from restride.testing.gather import gather, gather_all
 
 RECORDED = Path(__file__).parents[1] / "data" / "deepspeed"
-SHARED = (
-    "bloom_tp2_z1",
-    "codegen_fused_tp2_z0",
-    "codegen_fused_tp2_z1",
-    "codegen_fused_tp2dp2_z1",
-    "codegen_rowcut_tp2_z1",
-    "gpt2_tp1dp2_z1",
-    "gptbigcode_tp2_z1",
-    "llama_tied_tp2_z1",
-    "llama_tp1dp2_z1",
-    "llama_tp1dp2_z2",
-    "llama_tp1dp2_z3",
-    "llama_tp2_z1",
-    "llama_tp2_z1_fp32",
-    "llama_tp2_z3",
-    "llama_unevenkv_tp2_z1",
-    "mixtral_ep2_z1",
-    "mixtral_ep2_z3",
-    "mixtral_tp2_z1",
-    "opt_tp2_z1",
-)
 ALL = [*SHARED, *(f"recorded/{path.name}" for path in sorted(RECORDED.iterdir()))]
 WHOLE = [name for name in ALL if name.endswith("_z0")]
 PARTITIONED = [name for name in ALL if name.endswith("_z3")]
-DRIFTED = "gptbigcode_tp2_z1"
 
 # Keys of a reference that are no state of a tensor: the peer takes what it finds in the model
 # files and has no master weight for, and writes it as fp32.

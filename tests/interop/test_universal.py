@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from recorded import DRIFTED, WITHOUT_ZERO, shared_but
 from restride import api
 from restride.errors import CorruptError
 from restride.formats.opening import open_training
@@ -19,26 +20,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.interop
 
-CONVERTED = [
-    "bloom_tp2_z1",
-    "codegen_fused_tp2_z1",
-    "codegen_fused_tp2dp2_z1",
-    "codegen_rowcut_tp2_z1",
-    "gpt2_tp1dp2_z1",
-    "llama_tied_tp2_z1",
-    "llama_tp1dp2_z1",
-    "llama_tp1dp2_z2",
-    "llama_tp1dp2_z3",
-    "llama_tp2_z1",
-    "llama_tp2_z1_fp32",
-    "llama_tp2_z3",
-    "llama_unevenkv_tp2_z1",
-    "mixtral_ep2_z1",
-    "mixtral_ep2_z3",
-    "mixtral_tp2_z1",
-    "opt_tp2_z1",
-]
-REFUSED = "gptbigcode_tp2_z1"
+CONVERTED = shared_but(WITHOUT_ZERO, DRIFTED)
+REFUSED = DRIFTED
 # Small ones of every kind of optimizer, saved by scripts/record_deepspeed_checkpoints.py.
 DATA = Path(__file__).parents[1] / "data" / "deepspeed"
 RECORDED = [

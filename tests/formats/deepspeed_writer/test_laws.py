@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from recorded import AUTO_EP, DRIFTED, WITHOUT_ZERO, shared_but
 from restride.formats.deepspeed.reader import read_catalog
 from restride.formats.deepspeed.target import DeepSpeedTarget
 from restride.formats.deepspeed.training import read_training
@@ -21,23 +22,7 @@ if TYPE_CHECKING:
     from restride.algebra.layout import Layout
     from restride.checkpoint.catalog import Catalog
 
-_CHECKPOINTS = (
-    "bloom_tp2_z1",
-    "codegen_fused_tp2_z1",
-    "codegen_fused_tp2dp2_z1",
-    "codegen_rowcut_tp2_z1",
-    "gpt2_tp1dp2_z1",
-    "llama_tied_tp2_z1",
-    "llama_tp1dp2_z1",
-    "llama_tp1dp2_z2",
-    "llama_tp1dp2_z3",
-    "llama_tp2_z1",
-    "llama_tp2_z1_fp32",
-    "llama_tp2_z3",
-    "llama_unevenkv_tp2_z1",
-    "mixtral_tp2_z1",
-    "opt_tp2_z1",
-)
+_CHECKPOINTS = shared_but(WITHOUT_ZERO, DRIFTED, *AUTO_EP)
 
 
 def _layouts(catalog: Catalog, target: DeepSpeedTarget) -> dict[str, Layout]:
