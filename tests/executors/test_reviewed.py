@@ -84,39 +84,49 @@ def test_check_tells_its_observer_of_the_end():
     assert events == [("plan", True), ("finish", 0, True)]
 
 
-def test_workers_stop_where_the_system_does_not_start_another_thread(monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "name", "error"),
+    [
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+        (streaming, "StepBuffers", MemoryError("no buffers")),
+    ],
+)
+def test_workers_stop_where_another_one_cannot_begin(monkeypatch, place, name, error):
     """The first one is in the middle of its first step when the second cannot be started."""
     source = store(split((1 << 14,), mesh={"tp": 4}), FLOAT, numbers(1 << 14))
     job, sizes = job_between(source, whole_layout((1 << 14,)), FLOAT)
     budget = BUFFERS_PER_WORKER * 4096 * 2 + 24576
     plan = plan_conversion([job], budget_nbytes=budget, workers=2)
     assert plan.workers == 2
-    runs, started, waited = [], [], []
-    run_type, start = streaming._Run, threading.Thread.start
+    runs, given, waited, reads = [], [], [], threading.Event()
+    run_type, give = streaming._Run, getattr(place, name)
 
     def remember(*arguments):
         runs.append(run_type(*arguments))
         return runs[0]
 
-    def start_one(thread):
-        started.append(thread)
-        if len(started) > 1:
-            raise RuntimeError("can't start new thread")
-        start(thread)
+    def give_one(*arguments):
+        given.append(arguments)
+        if len(given) > 1:
+            assert reads.wait(20)
+            raise error
+        return give(*arguments)
 
     class Waiting(MemoryFiles):
         def read_into(self, file, start_nbytes, buffer, /):
+            reads.set()
             if not waited:
                 waited.append(runs[0].stop.wait(timeout=20))
             super().read_into(file, start_nbytes, buffer)
 
     monkeypatch.setattr(streaming, "_Run", remember)
-    monkeypatch.setattr(threading.Thread, "start", start_one)
+    monkeypatch.setattr(place, name, give_one)
     out = MemoryFiles([bytes(size) for size in sizes])
 
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    with pytest.raises(type(error), match=str(error)):
         StreamingExecutor().execute(plan, Waiting(source.contents), out, NullObserver())
 
+    assert waited == [True]
     assert len(out.writes) == 1 < plan.step_count
 
 

@@ -97,6 +97,13 @@ class _Run:
         self.read_nbytes = 0
 
     def work(self, reader: Reader, writer: Writer | None) -> None:
+        try:
+            self._work(reader, writer)
+        except BaseException:
+            self.stop.set()  # whatever it was, and if it was before the first step
+            raise
+
+    def _work(self, reader: Reader, writer: Writer | None) -> None:
         buffers = StepBuffers(self.plan)
         direct = direct_between(reader, writer, buffers)
         lane: Iterator[Sequence[Step]] = iter(())
@@ -106,17 +113,13 @@ class _Run:
             if bundle is None:
                 return
             before = buffers.read_nbytes
-            try:
-                if direct is not None and direct.carry_out(bundle):
-                    done: Iterable[Step] = bundle
-                else:
-                    done = carry_out(bundle, reader, writer, buffers, self._on_drift)
-                for step in done:
-                    self._finished(step, buffers.read_nbytes - before)
-                    before = buffers.read_nbytes
-            except BaseException:
-                self.stop.set()
-                raise
+            if direct is not None and direct.carry_out(bundle):
+                done: Iterable[Step] = bundle
+            else:
+                done = carry_out(bundle, reader, writer, buffers, self._on_drift)
+            for step in done:
+                self._finished(step, buffers.read_nbytes - before)
+                before = buffers.read_nbytes
 
     def _next(
         self, lane: Iterator[Sequence[Step]]
