@@ -35,6 +35,7 @@ from restride.frozen import Frozen
 from restride.planning.conversion import plan_reading
 from restride.storage.fingerprint_files import read_fingerprints
 from restride.storage.ranges import FilePool
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -381,7 +382,7 @@ def _deviations(
                 details["found"] = ours
                 yield Finding("error", "fingerprint-differs", message, where, details)
     if more:
-        message = f"arrays of which {file} has no fingerprint: {more}"
+        message = f"{counted(more, 'array')} not compared: {file} has no fingerprint"
         yield Finding("note", "fingerprint-unknown", message, "", {"arrays": more})
 
 

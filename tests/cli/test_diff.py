@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from restride import api
+from restride.checkpoint.manifest import manifest_from_json, manifest_to_json
 from restride.testing.command_line import SAMPLE, run
 
 
@@ -174,7 +176,7 @@ def test_fingerprints_are_written_once_and_checked_against(converted: Path, tmp_
     checked = run("check", SAMPLE, "--against", file)
     assert checked.code == 0
     last = checked.out.splitlines()[-1]
-    assert last == f"ok: every fingerprint in {file} is that of the checkpoint"
+    assert last == f"ok: all 65 fingerprints in {file} are those of the checkpoint"
 
 
 def test_a_check_against_other_fingerprints_is_a_finding(master: Path, tmp_path: Path) -> None:
@@ -196,7 +198,25 @@ def test_a_check_is_against_an_output_by_its_folder_and_a_manifest_by_any_name(
     for against in (converted, converted / "restride.json", kept):
         checked = run("check", SAMPLE, "--against", against)
         assert checked.code == 0, checked.err
-        assert f"every fingerprint in {against} is that of the checkpoint" in checked.out
+        assert f"all 65 fingerprints in {against} are those of the checkpoint" in checked.out
+
+
+def test_a_check_against_an_output_whose_arrays_are_cut_says_how_many_it_compared(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    run("convert", SAMPLE, out, "--to", "deepspeed", "--tp", 1, "--dp", 4, "--zero", 3)
+
+    partial = run("check", SAMPLE, "--against", out)
+    manifest = manifest_from_json((out / "restride.json").read_bytes(), where="")
+    (tmp_path / "none.json").write_bytes(manifest_to_json(replace(manifest, tensors={})))
+    none = run("check", SAMPLE, "--against", tmp_path / "none.json")
+
+    assert partial.code == 0
+    assert f"note: 52 arrays not compared: {out} has no fingerprint" in partial.out
+    assert partial.out.endswith(f"ok: all 13 fingerprints in {out} are those of the checkpoint\n")
+    assert none.code == 2
+    assert "has no fingerprint, as every array of the output is cut" in none.err
 
 
 def test_a_check_against_a_folder_that_is_no_output_says_what_to_name(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from restride.cli.output import open_page, write_json
 from restride.cli.progress import open_progress
 from restride.cli.sizes import format_count, format_size
 from restride.cli.stage_options import tied_option
+from restride.wording import which
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,8 +66,9 @@ def command(
     their master copies. Exits with 1 where something is found, and with 2 where a file is missing
     or damaged so that the rest cannot be read.
     """
+    kept = None
     if against is not None:
-        api.read_fingerprints(against)
+        kept = against, sum(map(len, api.read_fingerprints(against).values()))
     with open_progress("checking") as observer:
         report = api.check(
             checkpoint,
@@ -103,17 +105,26 @@ def command(
             }
         )
     else:
-        show_report(open_page(), checkpoint, report, against)
+        show_report(open_page(), checkpoint, report, kept)
     return code
 
 
-def show_report(page: Page, path: str, report: CheckReport, against: str | None = None) -> None:
-    """Write what was checked, the findings, then the verdict."""
+def show_report(
+    page: Page, path: str, report: CheckReport, kept: tuple[str, int] | None = None
+) -> None:
+    """Write what was checked, the findings, then the verdict.
+
+    Args:
+        page: Where to.
+        path: The checkpoint, as it was named.
+        report: What was found.
+        kept: The file of fingerprints that it was compared with, and how many are in there.
+    """
     show_headline(page, path, report.catalog)
     show_findings(page, report.findings)
     arrays = sum(len(tensor.states) for tensor in report.catalog.tensors)
     if report.verdict == "ok":
-        for sentence in _proved(report, arrays, against):
+        for sentence in _proved(report, arrays, kept):
             page.line(f"ok: {sentence}", "good")
         return
     counts = Counter(finding.severity for finding in report.findings)
@@ -125,7 +136,7 @@ def show_report(page: Page, path: str, report: CheckReport, against: str | None 
     page.line(f"{' and '.join(parts)} in {format_count(arrays, 'array')}", "bad")
 
 
-def _proved(report: CheckReport, arrays: int, against: str | None) -> Iterator[str]:
+def _proved(report: CheckReport, arrays: int, kept: tuple[str, int] | None) -> Iterator[str]:
     whole = "the one array is" if arrays == 1 else f"all {format_count(arrays, 'array')} are"
     alike = (
         f", and {format_size(report.compared_nbytes)} that more than one rank holds are the same "
@@ -136,5 +147,7 @@ def _proved(report: CheckReport, arrays: int, against: str | None) -> Iterator[s
         yield f"{format_size(report.rounded_nbytes)} of weights are their master copies, rounded"
     if report.verified_nbytes:
         yield f"{format_size(report.verified_nbytes)} of files are what was written"
-    if against is not None:
-        yield f"every fingerprint in {against} is that of the checkpoint"
+    if kept is not None:
+        against, count = kept
+        those = "the one fingerprint" if count == 1 else f"all {format_count(count, 'fingerprint')}"
+        yield f"{those} in {against} {which(count, 'is that', 'are those')} of the checkpoint"

@@ -31,7 +31,7 @@ def read_fingerprints(file: str | PathLike[str]) -> Fingerprints:
         file: What `restride fingerprint -o` wrote, or an output of a conversion, or its manifest.
 
     Raises:
-        FormatError: There are no fingerprints in it.
+        FormatError: There are no fingerprints in it: a manifest has none of arrays that are cut.
         ExecutionError: It cannot be read.
     """
     path = Path(file)
@@ -40,7 +40,14 @@ def read_fingerprints(file: str | PathLike[str]) -> Fingerprints:
     content = _content(path)
     # By what it says, too: a manifest may have been kept under another name.
     if path.name == MANIFEST_NAME or _OF_MANIFESTS in content[:_HEAD_NBYTES]:
-        return manifest_from_json(content, where=str(path)).tensors
+        kept = manifest_from_json(content, where=str(path)).tensors
+        if not kept:
+            raise FormatError(
+                "has no fingerprint, as every array of the output is cut",
+                where=str(path),
+                remedy="take them of the output with `restride fingerprint`",
+            )
+        return kept
     try:
         return fingerprints_from_json(content, where=str(path))
     except FormatError as error:
