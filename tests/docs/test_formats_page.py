@@ -66,4 +66,4 @@ def test_optimizers_are_those_that_the_engine_is_run_with():
 def test_reasons_are_those_of_the_program(row):
     source = ROOT / "src" / "restride" / "formats" / "deepspeed"
 
-    assert any(row[1] in file.read_text() for file in source.glob("*.py"))
+    assert any(row[1] in file.read_text() for file in source.rglob("*.py"))
