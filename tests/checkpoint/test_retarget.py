@@ -183,7 +183,7 @@ def test_a_model_that_is_not_known_is_refused_with_the_nearest():
     refused("'lama2'|nearest is 'llama'", llama(1), tp=2, config={"model_type": "lama2"})
     refused(
         "the config does not decide it (there is no preset for model type 'lama2', the nearest is "
-        "'llama')|write a rule (--rules): [[rules]] match",
+        "'llama')|write a rule (--rules): rules = [{match",
         llama(2),
         tp=4,
         config={"model_type": "lama2"},
@@ -202,7 +202,7 @@ def test_a_plan_of_a_model_that_is_not_known_is_refused(ranks):
 def test_names_of_another_model_are_refused(ranks):
     refused(
         "the preset opt cuts 2 kinds of parameters, the preset llama, mistral, qwen2 or 3 more 5:"
-        " the config is of another model|[[rules]] match",
+        " the config is of another model|rules = [{match",
         llama(ranks),
         tp=8,
         config={"model_type": "opt", "num_attention_heads": 8},
@@ -335,7 +335,7 @@ def test_a_deviation_that_leaves_several_answers_is_refused_with_the_preset():
 
     refused(
         f"tensor {K!r}: the cut over 4 ranks leaves open how 2 ranks cut it: "
-        "|; the preset llama would have cut it otherwise; write a rule (--rules): [[rules]]",
+        "|; the preset llama would have cut it otherwise; write a rule (--rules): rules = [{match",
         catalog_of(cut),
         tp=2,
         config=LLAMA,
@@ -679,3 +679,15 @@ def test_a_real_checkpoint_whose_ranks_stay_is_kept(name, shared):
     found = retarget(catalog, tp=ranks, config=CHECKPOINTS[name][0])
 
     assert list(found.layouts.values()) == [tensor.layout for tensor in catalog.tensors]
+
+
+def test_the_rule_that_a_refusal_shows_can_be_put_into_a_file_as_it_is():
+    name = "tower.0.wi.weight"
+    cut = {name: layouts.split((8, 8), mesh={"tp": 2})}
+    with pytest.raises(RuleError) as caught:
+        retarget(catalog_of(cut), tp=4)
+    rule = caught.value.remedy.removeprefix("write a rule (--rules): ").replace("N", "4")
+
+    found = retarget(catalog_of(cut), tp=4, rules=read_rules(HEADER + rule))
+
+    assert found.layouts[name] == layouts.split((8, 8), mesh={"tp": 4})

@@ -157,4 +157,5 @@ def _rule(pattern: str, answers: tuple[_Answer, ...]) -> str:
     """A rule that can be pasted: that of the first family, with the number that is missing."""
     layout = answers[0].family.rule_layout if answers else "split"
     number = next((answer.family.takes for answer in answers if answer.family.takes), "")
-    return f'[[rules]] match = "{pattern}" layout = "{layout}"' + (number and f" {number} = N")
+    missing = number and f", {number} = N"
+    return f'rules = [{{match = "{pattern}", layout = "{layout}"{missing}}}]'

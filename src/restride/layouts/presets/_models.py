@@ -127,8 +127,8 @@ def name_pattern(name: str) -> str:
 def how_to_write(name: str, *, layout: str = "row") -> str:
     """Say how a rule is written, with one for a parameter that can be pasted."""
     return (
-        "write a rule file, with one table for each kind of parameter: "
-        f'[[rules]] match = "{name_pattern(name)}" layout = "{layout}"'
+        "write a rule file, with one entry for each kind of parameter: "
+        f'rules = [{{match = "{name_pattern(name)}", layout = "{layout}"}}]'
     )
 
 
