@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["errors_in", "require_sound"]
 
 _OPTIMIZER: Final = "optimizer"
-_SAVE: Final = "put all files of one save, and only those, into the folder"
+_SAVE: Final = "put all files of one save, and only those, into the folder, under their own names"
 
 
 def errors_in(findings: Iterable[Finding], *, only_weights: bool) -> list[Finding]:
