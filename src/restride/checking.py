@@ -127,7 +127,7 @@ def check(
     seconds = time.perf_counter() - started
     table.on_finish(PlanFinished(read_nbytes + known, 0, seconds))
     rounded_nbytes = masters.masters.total_nbytes if masters else 0
-    return CheckReport(catalog, tuple(findings), plan.total_nbytes, rounded_nbytes, known)
+    return CheckReport(catalog, tuple(findings), _shared_nbytes(plan), rounded_nbytes, known)
 
 
 def _planned(
@@ -156,6 +156,11 @@ def _planned(
     if plan.projected_nbytes > budget_nbytes:
         raise BudgetError(needed_nbytes=plan.projected_nbytes, budget_nbytes=budget_nbytes)
     return plan, masters
+
+
+def _shared_nbytes(plan: Plan) -> int:
+    """Bytes that more than one rank holds: of a fused weight that may be a part."""
+    return sum([r.pattern.numel * r.source_dtype.itemsize_nbytes for r in plan.regions])
 
 
 def _kept(plan: Plan) -> int:
