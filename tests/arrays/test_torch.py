@@ -174,6 +174,15 @@ def test_expanded_tensors_are_read_and_differences_found():
         rebuild(everywhere(2, 3), {0: one, 1: torch.full((3,), 2.0)})
 
 
+def test_a_tensor_that_is_expanded_to_more_bytes_than_anybody_counts_is_read():
+    numel = 1 << 61
+    last = Layout.of({"tp": 1}, (numel,), [(2,)], [Piece((Axis(2, 1, 0, 1),), numel - 2)])
+
+    shard = extract(last, torch.ones(1, dtype=torch.float64).expand(numel), 0)
+
+    assert shard.tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_a_mean_of_tensors_is_rounded_once(dtype):
     kind = getattr(torch, dtype)

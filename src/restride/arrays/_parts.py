@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import chain
 from struct import pack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from restride.arrays import _kernel
 from restride.arrays._blocks import Block, Side, injective_parts, views
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from restride.arrays._frameworks import Array, Framework
 
 __all__ = ["Part", "Parts", "copy_parts"]
+
+_LARGEST: Final = (1 << 63) - 1  # of what the kernel counts in; a view may expand one byte to more
 
 
 class Part(Frozen):
@@ -145,7 +147,7 @@ def _pack(parts: Sequence[Part], itemsize: int) -> _Packed | None:
             return None
         read, written = _in_bytes(block.source, itemsize), _in_bytes(block.target, itemsize)
         (first, last), (to, end) = _ends(block.extents, read), _ends(block.extents, written)
-        if min(first, to) < 0:
+        if min(first, to) < 0 or max(last, end) > _LARGEST:
             return None
         source = ranks.setdefault(part.rank, len(ranks))
         read_stops[part.rank] = max(read_stops.get(part.rank, 0), last + itemsize)
