@@ -26,14 +26,14 @@ def test_an_error_is_refused_with_its_message_and_what_to_do():
 
     assert str(error.value) == (
         "global_steps is 7 in b.pt and 2 in a.pt; put all files of one save, and only those, into "
-        "the folder"
+        "the folder, under their own names"
     )
 
 
 def test_what_only_the_optimizer_needs_does_not_keep_the_weights():
     require_sound([GONE], only_weights=True)
 
-    with pytest.raises(CorruptError, match=r"into the folder, or convert the weights alone$"):
+    with pytest.raises(CorruptError, match=r"their own names, or convert the weights alone$"):
         require_sound([GONE], only_weights=False)
 
 
