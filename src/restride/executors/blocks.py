@@ -148,15 +148,14 @@ class BlockTable:
     def _steps(self, number: int) -> Iterator[Step]:
         region, left = self.regions[number], self._left[self._places(number)]
         itemsize = region.target_dtype.itemsize_nbytes
-        if all(left) or not left:
-            yield from region.steps()
-        elif any(left):
-            blocks = [
-                range(block * BLOCK_NBYTES // itemsize, -(-(block + 1) * BLOCK_NBYTES // itemsize))
-                for block, nbytes in enumerate(left)
-                if nbytes
-            ]
-            yield from region.steps(blocks)
+        if all(left):
+            return region.steps()
+        blocks = [
+            range(block * BLOCK_NBYTES // itemsize, -(-(block + 1) * BLOCK_NBYTES // itemsize))
+            for block, nbytes in enumerate(left)
+            if nbytes
+        ]
+        return region.steps(blocks)
 
     def digests(self, region: int) -> Sequence[int]:
         """Digests of the blocks of one region, as far as they are done."""

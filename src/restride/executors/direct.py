@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 from restride.arrays import _kernel
@@ -65,14 +64,14 @@ class Direct:
         """
         if not all(map(_only_moves, bundle)):
             return False
-        with ExitStack() as leases:
-            run = _Run(self._reader, self._writer, self._buffers, leases)
-            try:
-                run.carry_out(bundle)
-            except _CannotError:
-                return False
-            finally:
-                self._buffers.held = None
+        run = _Run(self._reader, self._writer, self._buffers)
+        try:
+            run.carry_out(bundle)
+        except _CannotError:
+            return False
+        finally:
+            self._buffers.held = None
+            run.close()
         self._buffers.read_nbytes += run.read_nbytes
         return True
 
@@ -93,17 +92,14 @@ class _Run:
     """The files of some steps, and what is noted of them. Implements `Moves`."""
 
     def __init__(
-        self,
-        reader: CatalogReader,
-        writer: JournaledWriter,
-        buffers: StepBuffers,
-        leases: ExitStack,
+        self, reader: CatalogReader, writer: JournaledWriter, buffers: StepBuffers
     ) -> None:
         self.read_nbytes = 0
         self._reader = reader
         self._writer = writer
         self._buffers = buffers
-        self._leases = leases
+        # Of an `ExitStack` each of the hundreds of steps of a second would take a tenth.
+        self._leases: list[Lease] = []
         self._sources: dict[int, int] = {}
         self._targets: dict[int, int] = {}
         self._program = Program()
@@ -128,6 +124,11 @@ class _Run:
         digests = iter(self._digests)
         for file, parts in self._noted:
             self._writer.count(file, parts, [next(digests) for _ in parts])
+
+    def close(self) -> None:
+        """Let the files go."""
+        for lease in self._leases:
+            lease.give_back()
 
     def read(self, file: int, start_nbytes: int, into: memoryview, /) -> None:
         """See `Moves.read`."""
@@ -217,4 +218,5 @@ class _Run:
     def _held(self, lease: Lease | None) -> int:
         if lease is None:
             raise _CannotError
-        return self._leases.enter_context(lease).descriptor
+        self._leases.append(lease)
+        return lease.file.descriptor

@@ -254,6 +254,9 @@ class RegionPlan(Struct, frozen=True):
             O(fills that meet the step) each. Never walks elements.
         """
         reaches, pitch = self.pattern.reaches, self.pitch_numel
+        if wanted is None and 0 < self.numel <= pitch:  # as most are
+            yield self._step(0, self.numel, reaches)
+            return
         met = 0
         active: list[Reach] = []
         for start in _starts(self.numel, pitch, wanted):

@@ -240,9 +240,11 @@ class OutputFiles:
 
     def set_written(self, name: str) -> None:
         """Note that a file has bytes that are not durable, after they were written."""
-        with self._lock:
-            # Only now: a sync that took the mark away before would not have seen these bytes.
-            self._unsynced.add(name)
+        # Only now: a sync that took the mark away before would not have seen these bytes. One that
+        # takes it away from now on will.
+        if name not in self._unsynced:
+            with self._lock:
+                self._unsynced.add(name)
 
     def _path_of(self, name: str) -> str:
         """Path of a file that was created, or is going to be: then it is waited for."""

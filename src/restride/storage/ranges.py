@@ -163,6 +163,10 @@ class Lease:
         return self.file
 
     def __exit__(self, *_: object) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Count that a call has ended."""
         self._pool.give_back(self)
 
 
