@@ -102,13 +102,14 @@ def test_what_to_do_names_the_ranks_and_a_pattern_that_can_be_pasted(capsys):
     assert "--replicas 'h.*.bias=COPY'" in lines[-1]
 
 
-def test_files_of_two_saves_are_not_to_be_decided_between(capsys):
-    mixed = Finding("error", "step-mismatch", "global_steps is 7 in one and 2 in the other")
+@pytest.mark.parametrize("kind", ["step-mismatch", "other-rank"])
+def test_files_of_two_saves_or_ranks_are_not_to_be_decided_between(capsys, kind):
+    mixed = Finding("error", kind, "global_steps is 7 in one and 2 in the other")
 
     lines = shown(capsys, mixed, drift("h.0.bias"))
 
     assert "--replicas" not in lines[-1]
-    assert "of different saves (step-mismatch above)" in lines[-1]
+    assert f"of different saves or ranks ({kind} above)" in lines[-1]
 
 
 def test_what_was_decided_is_told_of_each_row(capsys):

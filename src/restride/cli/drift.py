@@ -22,7 +22,9 @@ KIND: Final = "replica-drift"
 
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 # Other findings that explain why copies differ: then nothing is to be decided between them.
-_MIXED: Final = frozenset({"step-mismatch", "settings-mismatch", "run-mismatch", "master-mismatch"})
+_MIXED: Final = frozenset(
+    {"step-mismatch", "settings-mismatch", "run-mismatch", "master-mismatch", "other-rank"}
+)
 
 
 class _Group(Struct):
@@ -150,8 +152,8 @@ def _advice(
     mixed = next((finding for finding in findings if finding.kind in _MIXED), None)
     if mixed is not None:
         yield (
-            f"The files are of different saves ({mixed.kind} above): put those of one save into "
-            "the folder before anything is decided between copies."
+            f"The files are of different saves or ranks ({mixed.kind} above): put those of one save "
+            "into the folder, under their own names, before anything is decided between copies."
         )
         return
     choices = list(dict.fromkeys(choice for group in groups for choice in _choices(group)))
