@@ -9,7 +9,13 @@ from restride.checkpoint.catalog import Finding
 from restride.checkpoint.proofs import prove_catalog
 from restride.errors import BudgetError, RestrideError
 from restride.executors.drift import DriftTable, drift_findings
-from restride.executors.events import NullObserver, PlanFinished, PlanStarted, StepFinished
+from restride.executors.events import (
+    Forwarding,
+    NullObserver,
+    PlanFinished,
+    PlanStarted,
+    StepFinished,
+)
 from restride.executors.manifests import FoundManifest, check_manifest, find_manifest
 from restride.executors.masters import compare_masters, plan_masters
 from restride.executors.progress import Continued
@@ -25,7 +31,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from restride.checkpoint.catalog import Catalog, StateEntry
-    from restride.executors.events import Notice, Observer, ReplicaDrift
+    from restride.executors.events import Observer
     from restride.executors.masters import MasterPlans
     from restride.planning.plan import Plan
 
@@ -111,7 +117,7 @@ def check(
     known = manifest.nbytes if isinstance(manifest, FoundManifest) else 0
     progress = Continued(observer or NullObserver(), more_nbytes=known)
     both = _OneAfterTheOther(progress, plan, masters)
-    table = DriftTable(both, {})
+    table = DriftTable(both)
     table.on_plan(PlanStarted(plan.step_count, plan.total_nbytes, plan.projected_nbytes))
     read_nbytes = run_plan(catalog, plan, None, table)
     if masters is not None:
@@ -180,11 +186,11 @@ def _held_against(
     return list(check_manifest(manifest, workers=workers, rows=rows, on_read=on_read))
 
 
-class _OneAfterTheOther:
+class _OneAfterTheOther(Forwarding):
     """An observer of two plans that tells another one of a single plan."""
 
     def __init__(self, observer: Observer, first: Plan, second: MasterPlans | None) -> None:
-        self._observer = observer
+        super().__init__(observer)
         self._first = first
         self._second = second
         self._read_nbytes = 0
@@ -198,7 +204,7 @@ class _OneAfterTheOther:
                 event.total_nbytes + self._second.masters.total_nbytes,
                 max(event.projected_nbytes, _kept(self._first) + self._second.projected_nbytes),
             )
-        self._observer.on_plan(event)
+        super().on_plan(event)
 
     def on_step(self, event: StepFinished, /) -> None:
         """Count on where the first plan ended."""
@@ -211,19 +217,7 @@ class _OneAfterTheOther:
             )
         else:
             self._read_nbytes = event.read_nbytes
-        self._observer.on_step(event)
-
-    def on_drift(self, event: ReplicaDrift, /) -> None:
-        """Hand it on."""
-        self._observer.on_drift(event)
-
-    def on_finish(self, event: PlanFinished, /) -> None:
-        """Hand it on."""
-        self._observer.on_finish(event)
-
-    def on_notice(self, event: Notice, /) -> None:
-        """Hand it on."""
-        self._observer.on_notice(event)
+        super().on_step(event)
 
 
 def _judged(catalog: Catalog) -> list[Finding]:

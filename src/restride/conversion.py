@@ -320,7 +320,7 @@ def _convert_first(
     """Write the output, alone or with others, and publish it."""
     started = time.perf_counter()
     progress = Continued(observer or NullObserver())
-    table = DriftTable(progress, {})
+    table = DriftTable(progress)
     with FilePool() as pool:
         prepared = order.prepared(pool)
         task, first = prepared.task, prepared.first
@@ -365,7 +365,7 @@ def _convert_part(
     """Write the part of a process that is not the first."""
     started, stop = time.perf_counter(), StopsWith(stop)
     progress = Continued(observer or NullObserver())
-    table = DriftTable(progress, {})
+    table = DriftTable(progress)
     with FilePool() as pool:
         prepared = order.prepared(pool)
         prepared.warn(table)

@@ -80,7 +80,7 @@ def run(
         files.create(output)
         place = SimpleNamespace(files=files, note=note, keeps=False)
         writer = JournaledWriter(
-            *(place, output, table, DriftTable(NullObserver(), {}), lambda: None),
+            *(place, output, table, DriftTable(NullObserver()), lambda: None),
             sync_nbytes=sync_nbytes,
         )
         with writer:

@@ -227,7 +227,7 @@ def test_replicas_that_drifted_are_refused_with_the_place_and_the_size(executor)
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_first_takes_the_lowest_rank_and_tells_of_the_drift(executor):
     source, values, _ = drifted()
-    table = DriftTable(NullObserver(), {})
+    table = DriftTable(NullObserver())
 
     _, out = convert(
         executor, source, whole_layout((6,)), DTYPES["float32"], replicas="first", observer=table
@@ -298,7 +298,7 @@ def test_a_chosen_rank_gives_its_copies_and_has_to_agree_with_itself_alone(execu
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_drift_of_a_chosen_rank_is_told_from_its_side(executor):
     source, _, other = drifted()
-    table = DriftTable(NullObserver(), {})
+    table = DriftTable(NullObserver())
     last = CopyAt((("tp", 1),))
 
     _, out = convert(
@@ -331,7 +331,7 @@ def test_a_mean_of_integers_is_refused():
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_comparison_reads_every_replica_and_writes_nothing(executor):
     source, _, _ = drifted()
-    table = DriftTable(NullObserver(), {})
+    table = DriftTable(NullObserver())
     plan = plan_comparison([("wte", "weight", source.entry)], budget_nbytes=BUDGET, workers=2)
 
     read = executor().execute(plan, MemoryFiles(source.contents), None, table)

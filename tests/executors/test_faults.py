@@ -122,7 +122,7 @@ def test_the_numbers_of_a_drift_do_not_depend_on_the_budget():
     found = []
     for budget in (SMALLEST + 8192, 1 << 20):
         plan = plan_conversion([job], budget_nbytes=budget, workers=1)
-        table = DriftTable(NullObserver(), {})
+        table = DriftTable(NullObserver())
         out = MemoryFiles([bytes(size) for size in sizes])
         StreamingExecutor().execute(plan, MemoryFiles(source.contents), out, table)
         found.append(list(table.totals(plan)))

@@ -57,7 +57,7 @@ def test_a_rank_that_contradicts_itself_is_one_rank_in_the_table_as_well():
     source = twice_in_a_shard()
     states = [("wte", "weight", source.entry)]
     plan = plan_comparison(states, budget_nbytes=1 << 20, workers=1)
-    table = DriftTable(NullObserver(), {})
+    table = DriftTable(NullObserver())
     SerialExecutor().execute(plan, MemoryFiles(source.contents), None, table)
     layout = source.entry.layout
     tensor = TensorEntry("wte", "parameter", layout, {"weight": source.entry})

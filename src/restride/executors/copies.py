@@ -47,7 +47,7 @@ def find_drift(
     plan = plan_comparison(arrays, budget_nbytes=budget_nbytes, workers=default_workers())
     if not plan.regions:
         return (), 0
-    table = DriftTable(NullObserver(), {})
+    table = DriftTable(NullObserver())
     read_nbytes = run_plan(catalog, plan, None, table)
     return tuple(table.totals(plan)), read_nbytes
 

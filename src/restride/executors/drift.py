@@ -6,13 +6,13 @@ from functools import lru_cache
 from math import inf
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from restride.algebra.copies import OWN
 from restride.algebra.coverage import holders
 from restride.checkpoint.catalog import Finding
 from restride.errors import UnsupportedError
+from restride.executors.events import Forwarding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, MutableMapping
@@ -22,30 +22,26 @@ if TYPE_CHECKING:
     from restride.algebra.mesh import Mesh
     from restride.checkpoint.catalog import Catalog, Severity
     from restride.checkpoint.decisions import ReplicaRules
-    from restride.executors.events import (
-        Notice,
-        Observer,
-        PlanFinished,
-        PlanStarted,
-        ReplicaDrift,
-        StepFinished,
-    )
+    from restride.executors.events import Observer, ReplicaDrift
     from restride.planning.plan import Plan
 
 __all__ = ["DriftTable", "add_drift", "drift_findings"]
 
 
-class DriftTable(Struct):
+class DriftTable(Forwarding):
     """An observer that adds up drift over the steps and hands every event on.
 
-    Attributes:
+    Args:
         observer: Who else wants to know.
+
+    Attributes:
         rows: Sums by (tensor, state, ranks) of the steps in which something differs, in the order
             in which they were found.
     """
 
-    observer: Observer
-    rows: dict[tuple[str, str, tuple[int, int]], ReplicaDrift]
+    def __init__(self, observer: Observer) -> None:
+        super().__init__(observer)
+        self.rows: dict[tuple[str, str, tuple[int, int]], ReplicaDrift] = {}
 
     def totals(self, plan: Plan) -> Iterator[ReplicaDrift]:
         """Yield the rows with the elements that were compared in all steps of `plan`.
@@ -56,26 +52,10 @@ class DriftTable(Struct):
         for key, row in self.rows.items():
             yield replace(row, numel=numels[key])
 
-    def on_plan(self, event: PlanStarted, /) -> None:
-        """Hand it on."""
-        self.observer.on_plan(event)
-
-    def on_step(self, event: StepFinished, /) -> None:
-        """Hand it on."""
-        self.observer.on_step(event)
-
     def on_drift(self, event: ReplicaDrift, /) -> None:
         """Add it to its row and hand it on."""
         add_drift(self.rows, event)
-        self.observer.on_drift(event)
-
-    def on_finish(self, event: PlanFinished, /) -> None:
-        """Hand it on."""
-        self.observer.on_finish(event)
-
-    def on_notice(self, event: Notice, /) -> None:
-        """Hand it on."""
-        self.observer.on_notice(event)
+        super().on_drift(event)
 
 
 def add_drift(

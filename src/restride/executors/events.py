@@ -7,6 +7,7 @@ from typing import Protocol
 from restride.frozen import Frozen
 
 __all__ = [
+    "Forwarding",
     "Notice",
     "NullObserver",
     "Observer",
@@ -127,3 +128,34 @@ class NullObserver:
 
     def on_notice(self, event: Notice, /) -> None:
         """Ignore it."""
+
+
+class Forwarding:
+    """Hands every event on. Those in which something is to be seen to, a subclass takes itself.
+
+    Args:
+        observer: Who gets them.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def on_plan(self, event: PlanStarted, /) -> None:
+        """Hand it on."""
+        self._observer.on_plan(event)
+
+    def on_step(self, event: StepFinished, /) -> None:
+        """Hand it on."""
+        self._observer.on_step(event)
+
+    def on_drift(self, event: ReplicaDrift, /) -> None:
+        """Hand it on."""
+        self._observer.on_drift(event)
+
+    def on_finish(self, event: PlanFinished, /) -> None:
+        """Hand it on."""
+        self._observer.on_finish(event)
+
+    def on_notice(self, event: Notice, /) -> None:
+        """Hand it on."""
+        self._observer.on_notice(event)

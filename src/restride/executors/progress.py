@@ -7,21 +7,15 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from restride.executors.events import StepFinished
+from restride.executors.events import Forwarding, StepFinished
 
 if TYPE_CHECKING:
-    from restride.executors.events import (
-        Notice,
-        Observer,
-        PlanFinished,
-        PlanStarted,
-        ReplicaDrift,
-    )
+    from restride.executors.events import Notice, Observer, PlanStarted, ReplicaDrift
 
 __all__ = ["Continued"]
 
 
-class Continued:
+class Continued(Forwarding):
     """An observer that hands events on, and counts bytes in front of and behind those of a plan.
 
     Any thread may call it; the observer behind it is called by one at a time.
@@ -32,7 +26,7 @@ class Continued:
     """
 
     def __init__(self, observer: Observer, *, more_nbytes: int = 0) -> None:
-        self._observer = observer
+        super().__init__(observer)
         self._more_nbytes = more_nbytes
         self._before_nbytes = 0
         self._last = StepFinished(0, 0, 0, "")
@@ -74,13 +68,9 @@ class Continued:
     def on_drift(self, event: ReplicaDrift, /) -> None:
         """Hand it on."""
         with self._lock:
-            self._observer.on_drift(event)
-
-    def on_finish(self, event: PlanFinished, /) -> None:
-        """Hand it on."""
-        self._observer.on_finish(event)
+            super().on_drift(event)
 
     def on_notice(self, event: Notice, /) -> None:
         """Hand it on."""
         with self._lock:
-            self._observer.on_notice(event)
+            super().on_notice(event)

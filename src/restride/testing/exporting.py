@@ -33,7 +33,7 @@ def write_export(catalog: Catalog, export: Export, out: Path) -> None:
     try:
         for file in export.output.files:
             sink.create(out / file.name, file)
-        run_plan(catalog, plan, sink, DriftTable(NullObserver(), {}))
+        run_plan(catalog, plan, sink, DriftTable(NullObserver()))
     finally:
         sink.close()
 
