@@ -152,8 +152,9 @@ def _advice(
     mixed = next((finding for finding in findings if finding.kind in _MIXED), None)
     if mixed is not None:
         yield (
-            f"The files are of different saves or ranks ({mixed.kind} above): put those of one save "
-            "into the folder, under their own names, before anything is decided between copies."
+            f"The files are of different saves or ranks ({mixed.kind} above): put those of one "
+            "save into the folder, under their own names, before anything is decided between "
+            "copies."
         )
         return
     choices = list(dict.fromkeys(choice for group in groups for choice in _choices(group)))
