@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from restride import plan_transfer
+from restride.arrays._numpy import NumpyFramework
 from restride.arrays.extract import extract
 from restride.arrays.move import move
 from restride.arrays.rebuild import rebuild
@@ -140,13 +141,29 @@ def test_empty_memory_is_in_nobodys_way():
     assert extract(empty, full[2:2], 0, out=full[1:1]).shape == (0, 6)
 
 
-def test_a_target_rank_that_does_not_exist_is_named():
-    with pytest.raises(LayoutError, match="array for rank 3, the target has 3 ranks"):
+@pytest.mark.parametrize("rank", [3, -1])
+def test_a_target_rank_that_does_not_exist_is_named(rank):
+    with pytest.raises(LayoutError, match=f"array for rank {rank}, the target has 3 ranks"):
         move(
             plan_transfer(COLUMNS, ROWS),
             cut(ROWS, np.ones((4, 6))),
-            out={3: np.empty((4, 2))},
+            out={rank: np.empty((4, 2))},
         )
+
+
+def test_what_is_on_another_device_is_neither_read_nor_written(monkeypatch):
+    """As a tensor on a second GPU is, which nobody has here."""
+    there = np.empty((2, 6))
+    monkeypatch.setattr(
+        NumpyFramework,
+        "place",
+        lambda _, array: "there" if np.shares_memory(array, there) else "here",
+    )
+    full = np.ones((4, 6))
+    with pytest.raises(UnsupportedError, match="is numpy float64 there, what is read is"):
+        extract(ROWS, full, 0, out=there)
+    with pytest.raises(UnsupportedError, match="the shard is numpy float64 there, that of rank 0"):
+        rebuild(ROWS, {**cut(ROWS, full), 1: there})
 
 
 @pytest.mark.interop

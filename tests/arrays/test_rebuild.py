@@ -109,6 +109,8 @@ def test_copies_of_different_scale_agree_when_they_come_from_one_tensor(layout, 
             rebuild(layout, shards)
     else:
         rebuild(layout, shards)
+    mean = rebuild(layout, shards, replicas="mean").reshape(-1)  # which has nothing to compare
+    np.testing.assert_allclose(mean, full, rtol=1e-6, atol=1e-37)
 
 
 @given(layouts(with_scales=False), st.randoms(use_true_random=False))
@@ -291,6 +293,23 @@ def test_a_shard_that_repeats_an_element_is_compared_with_itself():
         rebuild(twice, {0: np.array([[1, 2], [1, 3]])})
     assert caught.value.ranks == (0,)
     assert rebuild(twice, {0: np.array([[1, 2], [1, 3]])}, replicas="first").tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("replicas", ["check", "first", "mean", 0, 1])
+def test_a_part_of_a_copy_does_not_stand_for_all_of_it(replicas):
+    """Both begin at one place and go on with one stride."""
+    part_and_all = Layout.of(
+        {"tp": 2},
+        (4,),
+        [(2,), (4,)],
+        [Piece((Axis(2, 1, 0, 1),)), Piece((Axis(4, 1, 0, 1),), 0, 1, 0)],
+    )
+    shards = cut(part_and_all, np.arange(1, 5))
+
+    for garbage in (0, 7):
+        out = np.full(4, garbage)
+        rebuild(part_and_all, shards, replicas=replicas, out=out)
+        assert out.tolist() == [1, 2, 3, 4]
 
 
 def test_loops_that_reach_over_each_other_are_compared_and_averaged():
