@@ -18,7 +18,14 @@ import pytest
 
 import restride
 from restride import api
-from restride.errors import CorruptError, ExecutionError, ExistsError, ReplicaError, StoppedError
+from restride.errors import (
+    BudgetError,
+    CorruptError,
+    ExecutionError,
+    ExistsError,
+    ReplicaError,
+    StoppedError,
+)
 from restride.executors import blocks, manifests, resuming
 from restride.executors.events import NullObserver
 from restride.storage import reserving
@@ -388,7 +395,10 @@ def test_what_drifted_is_reported_whole_wherever_it_was_stopped(
 ):
     for module in (blocks, manifests, resuming):
         monkeypatch.setattr(module, "BLOCK_NBYTES", 512)
-    options = {**SMALL, "replicas": policy, "budget_nbytes": 298_000}
+    options = {**SMALL, "replicas": policy}
+    with pytest.raises(BudgetError) as caught:
+        api.convert(drifted, tmp_path / "whole", **{**options, "budget_nbytes": 1})
+    options["budget_nbytes"] = caught.value.needed_nbytes  # so that there are many steps
     whole = api.convert(drifted, tmp_path / "whole", **options)
     drift = [f for f in whole.findings if f.kind == "replica-drift"]
     assert [f.details["different_numel"] for f in drift] == [11]
