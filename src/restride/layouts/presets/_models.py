@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from restride.errors import RuleError
@@ -49,6 +48,8 @@ def find_family(config: Mapping[str, object]) -> Family:
         )
     family = FAMILIES.get(model_type.lower())
     if family is None:
+        from difflib import get_close_matches  # noqa: PLC0415 - only where a name is wrong
+
         near = get_close_matches(model_type.lower(), FAMILIES, n=1)
         nearest = f", the nearest is {near[0]!r}" if near else ""
         raise RuleError(

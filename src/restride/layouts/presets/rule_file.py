@@ -21,7 +21,6 @@ does not give are taken from the config, where there is one.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -114,6 +113,8 @@ def read_rules(text: str, *, where: str = "rules") -> Rules:
         >>> rule_layouts(rules, {"qkv.weight": (8, 2)}, mesh={"tp": 2})["qkv.weight"].shard_shape(0)
         (4, 2)
     """
+    import tomllib  # noqa: PLC0415 - most conversions have no such file
+
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
