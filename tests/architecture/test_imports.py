@@ -19,9 +19,12 @@ HEAVY = {"numpy", "torch", "rich", "msgspec", "deepspeed", "safetensors", "trans
 
 
 # What only some conversions need: presets and rule files to cut for other ranks, other formats, and
-# what works on arrays in memory, compares or checks.
+# what works on arrays in memory, compares or checks; what removes folders; and pools of threads.
 RARELY_NEEDED = {
+    "concurrent.futures",
     "difflib",
+    "logging",
+    "shutil",
     "tomllib",
     "restride.arrays.extract",
     "restride.arrays.move",
@@ -180,7 +183,7 @@ def test_without_the_kernel_numpy_writes_the_same(source: Path, tmp_path: Path, 
 def test_a_plain_conversion_loads_only_what_it_needs(source: Path, tmp_path: Path) -> None:
     words = conversions(source, tmp_path, "universal")[0]
 
-    loaded = modules_after(converts([[*words, "--dry-run"]]))
+    loaded = modules_after(converts([[*words, "--dry-run"], words]))
 
     assert {"restride.executors.streaming", "restride.formats.universal.writer"} <= loaded
     assert not loaded & RARELY_NEEDED
