@@ -99,15 +99,35 @@ def test_codegen_moves_between_any_parallelism_in_one_descriptor(a, b):
     assert counts == {1}
 
 
-def test_a_hole_of_the_source_that_the_target_needs_is_refused_with_the_element():
-    half = Layout.of({"tp": 2}, (8,), [(2,)] * 2, [Piece((Axis(2, 2, 1, 0), Axis(2, 1, 0, 1)))])
+def test_what_only_one_rank_can_send_counts_before_anything_is_chosen():
+    """Two elements that both have come first in the target, one of rank 0 alone comes last."""
+    source = Layout.of(
+        {"tp": 2},
+        (3,),
+        [(3,), (2,)],
+        [Piece((Axis(3, 1, 0, 1),)), Piece((Axis(2, 1, 0, 1),), 0, 1, 0)],
+    )
+
+    plan = plan_transfer(replicated((3,), mesh={"tp": 1}), source, colocated={})
+
+    assert sorted(moved[:2] for moved in walk_transfers(plan.descriptors)) == [
+        *((0, 1), (1, 1)),
+        (2, 0),
+    ]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_hole_of_the_source_that_the_target_needs_is_refused_with_the_element(copies):
+    replicas = (Axis(2, 0, 2, 0),) if copies == 2 else ()
+    axes = (*replicas, Axis(2, 2, 1, 0), Axis(2, 1, 0, 1))
+    half = Layout.of({"dp": copies, "tp": 2}, (8,), [(2,)] * 2 * copies, [Piece(axes)])
 
     with pytest.raises(CoverageError, match="source layout") as error:
         plan_transfer(replicated((8,), mesh={"tp": 1}), half)
 
     assert isinstance(error.value.verdict, Hole)
     assert error.value.verdict.element == 4
-    assert plan_transfer(half, replicated((8,), mesh={"tp": 1})).numel == 4
+    assert plan_transfer(half, replicated((8,), mesh={"tp": 1})).numel == 4 * copies
 
 
 def test_a_target_address_that_nobody_fills_is_refused():

@@ -76,6 +76,15 @@ def test_the_parts_of_a_header_are_one_read(
     assert reads == [0]
 
 
+def test_no_more_of_a_header_is_kept_than_some_pages(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * 4096))
+    with RangeFile(path) as file:
+        for page in range(64):
+            assert file.read(page * 4096 + 7, 2) == b"\0\0"
+            assert sum(map(len, file._pages.values())) <= 4 * 4096
+
+
 def test_a_read_past_the_end_names_the_file_and_the_numbers(digits: Path) -> None:
     with pytest.raises(CorruptError) as caught:
         read_exact(digits, 8, bytearray(4))

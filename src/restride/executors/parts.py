@@ -120,8 +120,7 @@ class Part(Frozen):
         """Which elements of a region the part has."""
         pitch = counting.BLOCK_NBYTES // region.target_dtype.itemsize_nbytes
         low = self.start[1] * pitch if number == self.start[0] else 0
-        high = self.stop[1] * pitch if number == self.stop[0] else region.numel
-        return low, min(high, region.numel)
+        return low, self.stop[1] * pitch if number == self.stop[0] else region.numel
 
 
 def _all(regions: Sequence[RegionPlan]) -> Iterator[tuple[int, int]]:
