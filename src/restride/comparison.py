@@ -27,7 +27,7 @@ from restride.executors.copies import as_stored, compared_one, drift_error, find
 from restride.executors.digesting import DigestWriter
 from restride.executors.drift import drift_findings
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
-from restride.executors.reordering import moves_of
+from restride.executors.reordering import find_all_moves
 from restride.executors.running import run_plan
 from restride.executors.sources import CatalogReader, default_budget_nbytes, default_workers
 from restride.formats.opening import Told, open_catalogs
@@ -82,7 +82,7 @@ class ArrayDifference(Frozen):
         first_values: That element on both sides, or None.
         largest: Largest absolute difference, infinity between a number and a NaN, or None.
         moves: Where the second checkpoint has the rows or columns of the first, if it has the same
-            ones in another order.
+            ones in another order, or which tensor of the first has what this one has there.
     """
 
     tensor: str
@@ -202,10 +202,8 @@ def diff(
     found, read_nbytes = _compare(catalogs, plans, tolerance, observer or NullObserver())
     compared_nbytes = plans[0].total_nbytes
     del plans  # what finds copies that differ has the same budget
-    moves: dict[int, Moves | None] = {}
-    for place in [place for place, own in found.items() if not own.imbalance]:
-        moves[place], more_nbytes = moves_of(catalogs, readable[place], budget_nbytes=budget)
-        read_nbytes += more_nbytes
+    moves, more_nbytes = find_all_moves(catalogs, readable, found, budget_nbytes=budget)
+    read_nbytes += more_nbytes
     by_pair = {
         (pair.names, pair.state): (found.get(place), moves.get(place))
         for place, pair in enumerate(readable)

@@ -56,17 +56,21 @@ def test_differences_exit_with_one_and_are_told_one_a_line(master: Path) -> None
     assert last == "different: 13 of 13 arrays differ, 52 arrays only in A"
 
 
-def of_swapped_heads(source: Path, target: Path, tensor: str) -> Path:
-    """A copy of safetensors in which the first two blocks of four rows changed places."""
+def exchanged(
+    source: Path, target: Path, first: tuple[str, slice], other: tuple[str, slice]
+) -> Path:
+    """A copy of safetensors in which some rows of two tensors changed places."""
     shutil.copytree(source, target)
     (target / "restride.json").unlink()
     content = bytearray((target / "model.safetensors").read_bytes())
-    first = 8 + int.from_bytes(content[:8], "little")
-    entry = json.loads(content[8:first])[tensor]
-    nbytes = 4 * entry["shape"][1] * 2
-    start = first + entry["data_offsets"][0]
-    rows = content[start : start + 2 * nbytes]
-    content[start : start + 2 * nbytes] = rows[nbytes:] + rows[:nbytes]
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    places = []
+    for name, rows in (first, other):
+        row_nbytes = header[name]["shape"][1] * 2
+        at = start + header[name]["data_offsets"][0]
+        places.append(slice(at + rows.start * row_nbytes, at + rows.stop * row_nbytes))
+    content[places[0]], content[places[1]] = content[places[1]], content[places[0]]
     (target / "model.safetensors").write_bytes(content)
     return target
 
@@ -76,7 +80,8 @@ def test_heads_that_changed_places_are_called_so_whatever_the_other_is_cut_into(
 ) -> None:
     api.convert(SAMPLE, tmp_path / "out")
     fused = "transformer.h.0.attn.qkv_proj.weight"
-    swapped = of_swapped_heads(tmp_path / "out", tmp_path / "swapped", fused)
+    heads = (fused, slice(0, 4)), (fused, slice(4, 8))
+    swapped = exchanged(tmp_path / "out", tmp_path / "swapped", *heads)
 
     for_people, for_machines = run("diff", SAMPLE, swapped), run("diff", SAMPLE, swapped, "--json")
 
@@ -90,7 +95,21 @@ def test_heads_that_changed_places_are_called_so_whatever_the_other_is_cut_into(
         "block": 4,
         "run_count": 2,
         "runs": [[0, 4, 4], [4, 0, 4]],
+        "tensor": "",
     }
+
+
+def test_tensors_that_changed_places_are_called_so(tmp_path: Path) -> None:
+    api.convert(SAMPLE, tmp_path / "out")
+    names = "transformer.wte.weight", "lm_head.weight"
+    both = exchanged(tmp_path / "out", tmp_path / "both", *((name, slice(0, 32)) for name in names))
+    some = exchanged(tmp_path / "out", tmp_path / "some", *((name, slice(0, 31)) for name in names))
+
+    lines = run("diff", SAMPLE, both, "--states", "weights").out.splitlines()
+    rows = run("diff", SAMPLE, both, "--states", "weights", "--json").json["differences"]
+    assert f"{names[0]}, weight: in B it is what A has as {names[1]}" in lines
+    assert [row["moves"]["tensor"] for row in rows] == list(names[::-1])
+    assert "what A has as" not in run("diff", SAMPLE, some, "--states", "weights").out
 
 
 def test_names_of_which_each_has_its_own_are_told_how_they_are_matched(tmp_path: Path) -> None:

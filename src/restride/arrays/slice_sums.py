@@ -32,17 +32,20 @@ class Moves(Frozen):
 
     Attributes:
         along: What moved: rows are the slices along the first dimension, columns those along all
-            others together; or rows of the one are columns of the other.
+            others together; or rows of the one are columns of the other; or all of it, which two
+            tensors have exchanged.
         block: What divides every place and every length: slices moved in blocks of so many.
         run_count: Number of runs of slices that moved together.
         runs: (first here, first there, how many) of the first few thousand of them, by the first
             here.
+        tensor: Which one has it there, of a tensor that was exchanged.
     """
 
-    along: Literal["rows", "columns", "transposed"]
+    along: Literal["rows", "columns", "transposed", "tensor"]
     block: int = 1
     run_count: int = 0
     runs: tuple[tuple[int, int, int], ...] = ()
+    tensor: str = ""
 
 
 class SliceSums:

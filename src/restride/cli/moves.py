@@ -36,6 +36,8 @@ def _where(rows: Sequence[ArrayDifference]) -> str:
 
 
 def _in_words(moves: Moves) -> str:
+    if moves.along == "tensor":
+        return f"in B it is what A has as {moves.tensor}"
     if moves.along == "transposed":
         return "the same elements, transposed"
     parts = [
@@ -59,4 +61,5 @@ def moves_to_json(moves: Moves) -> dict[str, object]:
         "block": moves.block,
         "run_count": moves.run_count,
         "runs": [list(run) for run in moves.runs],
+        "tensor": moves.tensor,
     }
