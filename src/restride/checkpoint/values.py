@@ -8,6 +8,7 @@ file.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec import Struct, field
@@ -78,6 +79,16 @@ class StoredTensor(Frozen):
     def start_nbytes(self) -> int:
         """Byte of the file where the first element stands."""
         return self.storage.start_nbytes + self.storage_base * self.storage.dtype.itemsize_nbytes
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether its elements follow one another, the last dimension fastest."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size > 1 and stride != expected:
+                return not prod(self.shape)
+            expected *= size
+        return True
 
 
 class Constructed(Struct, eq=False):

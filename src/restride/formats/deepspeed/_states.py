@@ -64,7 +64,7 @@ def stored_state(
         UnsupportedError: A shard is a view in which elements share an address.
     """
     dtype = _one_dtype([(tensor.storage.dtype, tensor.storage.file) for tensor in tensors], where)
-    if not all(_is_dense(tensor.shape, tensor.strides) for tensor in tensors):
+    if not all(tensor.is_dense for tensor in tensors):
         layout = _strided(layout, tensors, where)
     regions = tuple(files.region(t) if prod(t.shape) else None for t in tensors)
     return StateEntry(dtype, layout, regions)
@@ -295,15 +295,6 @@ def _strided(layout: Layout, tensors: Sequence[StoredTensor], where: str) -> Lay
         span = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
         inner[rank] = Layout(one, (numel,), ((1, (span,)),), (Piece(axes),))
     return chain(layout, inner, mesh=layout.mesh)
-
-
-def _is_dense(shape: Shape, strides: Shape) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size > 1 and stride != expected:
-            return not prod(shape)
-        expected *= size
-    return True
 
 
 def _is_injective(shape: Shape, strides: Shape) -> bool:

@@ -159,7 +159,7 @@ class JsonWriter:
             "dtype": tensor.storage.dtype.name,
             "shape": list(tensor.shape),
         }
-        if nbytes <= _LARGEST_EMBEDDED_NBYTES and _is_dense(tensor):
+        if nbytes <= _LARGEST_EMBEDDED_NBYTES and tensor.is_dense:
             self._charge(nbytes // _CHARACTERS_PER_NODE, where)
             entry["data"] = b64encode(self._read(tensor) if nbytes else b"").decode()
         else:
@@ -174,15 +174,6 @@ class JsonWriter:
             raise CorruptError(
                 f"the values of the file unfold into more than {_MOST_NODES} items", where=where
             )
-
-
-def _is_dense(tensor: StoredTensor) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def read_bytes(pool: FilePool, tensor: StoredTensor) -> bytes:

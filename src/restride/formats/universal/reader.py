@@ -428,7 +428,7 @@ def _rank(file: str) -> tuple[int, str]:
 
 
 def _entry_of(tensor: StoredTensor, number: int, where: str) -> StateEntry:
-    if not _is_dense(tensor.shape, tensor.strides):
+    if not tensor.is_dense:
         raise UnsupportedError(
             f"is a view of shape {tensor.shape} with strides {tensor.strides}",
             where=where,
@@ -442,12 +442,3 @@ def _entry_of(tensor: StoredTensor, number: int, where: str) -> StateEntry:
 def whole_tensor(shape: Shape) -> Layout:
     """The layout of a tensor that is in one file; those of one shape share it."""
     return replicated(shape, mesh=_ONE_RANK)
-
-
-def _is_dense(shape: Shape, strides: Shape) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size > 1 and stride != expected:
-            return not prod(shape)
-        expected *= size
-    return True

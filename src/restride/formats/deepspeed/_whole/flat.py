@@ -108,20 +108,11 @@ def _by_storage(weights: Mapping[str, StoredTensor]) -> dict[Storage, list[Place
     """Dense weights by the storage they are views of, in its order."""
     found: dict[Storage, list[Place]] = defaultdict(list)
     for name, tensor in weights.items():
-        if prod(tensor.shape) and tensor.strides == _dense(tensor):
+        if prod(tensor.shape) and tensor.is_dense:
             found[tensor.storage].append(Place(name, tensor.storage_base, tensor.shape))
     return {
         storage: sorted(places, key=lambda place: place.start) for storage, places in found.items()
     }
-
-
-def _dense(tensor: StoredTensor) -> Shape:
-    """Strides of a row-major tensor; those of dimensions of size 1 are whatever they are."""
-    shape = tensor.shape
-    return tuple(
-        stride if size == 1 else prod(shape[dim + 1 :])
-        for dim, (size, stride) in enumerate(zip(shape, tensor.strides, strict=True))
-    )
 
 
 def _tiles(places: Sequence[Place], numel: int) -> bool:
