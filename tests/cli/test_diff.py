@@ -99,6 +99,20 @@ def test_heads_that_changed_places_are_called_so_whatever_the_other_is_cut_into(
     }
 
 
+def test_a_budget_that_is_just_enough_to_compare_is_enough_where_rows_moved(tmp_path: Path) -> None:
+    api.convert(SAMPLE, tmp_path / "out")
+    fused = "transformer.h.0.attn.qkv_proj.weight"
+    heads = (fused, slice(0, 4)), (fused, slice(4, 8))
+    swapped = exchanged(tmp_path / "out", tmp_path / "swapped", *heads)
+    diff = ("diff", tmp_path / "out", swapped, "--memory")
+
+    refused = run(*diff, "1KB").err
+    ran = run(*diff, refused.split("at least ")[1].split(" ")[0].replace(",", ""))
+
+    assert ran.code == 1
+    assert ran.out.splitlines()[-1] == "different: 1 of 13 arrays differs"
+
+
 def test_tensors_that_changed_places_are_called_so(tmp_path: Path) -> None:
     api.convert(SAMPLE, tmp_path / "out")
     names = "transformer.wte.weight", "lm_head.weight"
