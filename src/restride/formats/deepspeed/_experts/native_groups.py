@@ -3,7 +3,7 @@
 The groups of the optimizer have experts in the order of the model, so that an engine with other
 expert-parallel ranks has other experts between those of two layers. It splits what a script gives
 it by the number of ranks that layers are on, and again by the size of what one rank has
-(`_expert_groups`, `_expert_group_order`).
+(`groups`, `group_order`).
 """
 
 from __future__ import annotations

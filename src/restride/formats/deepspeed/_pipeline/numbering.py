@@ -11,7 +11,7 @@ what the master weights round to.
 
 Where nothing is told, every module may be tied: to a layer of the stage, or to one that uses it
 through a function and has no file. The numbers are named where no module but the next one of the
-stage could be the next that is tied (`_stage_proof`).
+stage could be the next that is tied (`proof`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Its optimizer is in the model files, with numbers. An optimizer that was given named_parameters()
 has the names beside them; else `number_stages` finds out what they are, with the ties of layers
 that a user tells, or because nothing else is possible. Of flat buffers it is found out first where
-parameters begin (`_stage_flat`): from then on they are numbers as any others.
+parameters begin (`flat`): from then on they are numbers as any others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ZeRO-0: the optimizer's states of every parameter, from inside the model files.
 
 Each tensor-parallel rank saves the states of its own shards, whole; with experts, each
-expert-parallel rank does so in a file beside (`_whole_experts`). What is numbered in a file gets
+expert-parallel rank does so in a file beside (`experts`). What is numbered in a file gets
 its name in `_numbering`, for each rank by itself, and the ranks have to agree. Where that cannot be
 proved the states are left out, with an error among the findings that says why; the weights, which
 have names, are there in any case.

@@ -2,7 +2,7 @@
 
 A layer is built for a number of expert-parallel ranks, and every rank calls its own experts
 ``deepspeed_experts.0`` and so on. Tensor-parallel ranks hold them whole, or cut them
-(`_native_cut`).
+(`_experts.native_cut`).
 """
 
 from __future__ import annotations
