@@ -631,6 +631,6 @@ def test_a_limit_of_the_size_of_files_is_an_error_that_leaves_nothing(tmp_path):
     _, told = child.communicate(timeout=60)
 
     assert child.returncode == 2
-    assert b"model.safetensors: no room for 67108" in told
+    assert b"model.safetensors: no room for 67,108," in told
     assert b"raise the limit of this process (ulimit -f) or file system" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

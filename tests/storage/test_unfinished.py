@@ -254,7 +254,7 @@ def test_a_file_is_written_once_and_inside_of_the_directory(tmp_path: Path) -> N
 
 def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_path: Path) -> None:
     with (
-        pytest.raises(ExecutionError, match=r"huge: no room for \d+ bytes"),
+        pytest.raises(ExecutionError, match=r"huge: no room for [\d,]+ bytes"),
         atomic_directory(tmp_path / "out") as directory,
     ):
         directory.preallocate("huge", 1 << 55)
@@ -265,7 +265,7 @@ def test_a_disk_that_is_too_small_is_found_out_before_anything_is_written(tmp_pa
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (errno.ENOSPC, r"huge: no room for 9 bytes, \d+ are free \(.*\); make room, or name"),
+        (errno.ENOSPC, r"huge: no room for 9 bytes, [\d,]+ are free \(.*\); make room, or name"),
         (errno.EDQUOT, r"huge: no room for 9 bytes \(.*\); make room in the quota"),
         (errno.EFBIG, r"huge: no room for 9 bytes \(.*\); raise the limit .*\(ulimit -f\)"),
     ],
@@ -524,7 +524,9 @@ def test_what_cannot_fit_in_all_is_refused_before_the_disk_is_full(
             left.extend(files.path.iterdir())
 
     with (
-        pytest.raises(ExecutionError, match=rf"no room for {2 * half} bytes of 2 files, \d+ are"),
+        pytest.raises(
+            ExecutionError, match=rf"no room for {2 * half:,} bytes of 2 files, [\d,]+ are"
+        ),
         atomic_directory(tmp_path / "out") as directory,
     ):
         create(directory)

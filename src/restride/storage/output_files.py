@@ -137,7 +137,7 @@ class OutputFiles:
         free_nbytes = system.f_bavail * system.f_frsize
         if system.f_blocks and nbytes > free_nbytes:  # some systems do not say
             raise ExecutionError(
-                f"no room for {nbytes} bytes of {counted(len(missing), 'file')}, {free_nbytes} "
+                f"no room for {nbytes:,} bytes of {counted(len(missing), 'file')}, {free_nbytes:,} "
                 "are free",
                 where=str(self.path),
                 remedy="make room, or name an output elsewhere",
@@ -367,7 +367,7 @@ def translated(problem: str, path: str | Path) -> Iterator[None]:
 
 def _no_room(error: OSError, path: str, nbytes: int) -> ExecutionError:
     """Say what the file takes, and what there is or what forbids it."""
-    needs, remedy = f"no room for {nbytes} bytes", "make room, or name an output elsewhere"
+    needs, remedy = f"no room for {nbytes:,} bytes", "make room, or name an output elsewhere"
     if error.errno == errno.EFBIG:
         remedy = "raise the limit of this process (ulimit -f) or file system, or have smaller files"
     elif error.errno == errno.EDQUOT:
@@ -375,7 +375,7 @@ def _no_room(error: OSError, path: str, nbytes: int) -> ExecutionError:
     else:
         with suppress(OSError):
             system = os.statvfs(path.rpartition("/")[0])
-            needs += f", {system.f_bavail * system.f_frsize} are free"
+            needs += f", {system.f_bavail * system.f_frsize:,} are free"
         remedy += "; --dry-run says what all files take"
     return ExecutionError(f"{needs} ({error.strerror})", where=path, remedy=remedy)
 
