@@ -421,6 +421,18 @@ def test_a_mean_is_rounded_once():
     assert mean[0] == np.float16(exact)
 
 
+@pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8", "<f4"])
+def test_copies_in_either_order_of_bytes_are_told_of_and_averaged_by_their_values(dtype):
+    shards = {rank: np.array([1, value, 3], dtype) for rank, value in enumerate((2, 4))}
+
+    mean = rebuild(everywhere(2, 3), shards, replicas="mean")
+
+    assert mean.dtype == dtype
+    assert mean.tolist() == [1, 3, 3]
+    with pytest.raises(ReplicaError, match=r"2\.0 on rank 0 and 4\.0 on rank 1, .* is 2\.0;"):
+        rebuild(everywhere(2, 3), shards)
+
+
 def test_copies_that_agree_keep_their_bits_in_a_mean():
     third = np.array([1 / 3, -0.0, np.inf, 5e-324])
     shards = {0: third, 1: third.copy(), 2: third.copy()}

@@ -167,7 +167,9 @@ class NumpyFramework:
     def values(self, view: NDArray[Any]) -> NDArray[np.float64]:
         """Values as float64, in the shape of the view."""
         dtype: NamedDType = _Named(view.dtype.name)
-        return to_comparable(view, dtype).reshape(view.shape)
+        # Of which only the name is read, and not the order of bytes.
+        native = view.astype(view.dtype.newbyteorder("="), copy=False)
+        return to_comparable(native, dtype).reshape(view.shape)
 
     def put(self, full: NDArray[Any], indices: NDArray[np.intp], words: NDArray[np.uint8]) -> None:
         """Write elements given as native bytes."""
