@@ -21,6 +21,7 @@ from restride.algebra.layout import Layout
 from restride.algebra.piece import Axis, Piece
 from restride.arrays import _kernel
 from restride.arrays.program import Program
+from restride.checkpoint.catalog import Region
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.output import Output, OutputFile
 from restride.errors import CorruptError, ReplicaError
@@ -160,6 +161,31 @@ def test_rows_and_columns_take_the_short_way(tmp_path, carried_out, dim):
     assert contents == [full.tobytes()]
     assert set(carried_out) == {True}
     assert (read_nbytes, left) == (full.nbytes, 0)
+
+
+def test_what_comes_after_shared_rows_is_read_by_itself(tmp_path, carried_out):
+    full = np.arange(96 * 512, dtype=np.uint32)
+    stored = store(whole_layout((96, 512)), DTYPES["uint32"], full)
+    columns = split((96, 512), mesh={"tp": 4}, dim=1)
+    job, sizes = job_between(stored, columns, DTYPES["uint32"])
+    row = whole_layout((512,))
+    other = replace(
+        job,
+        tensor="bias",
+        source=replace(stored.entry, layout=row),  # the first row of the same file
+        target_layout=row,
+        target_regions=(Region(4, 0),),
+    )
+    plan = plan_conversion([job, other], budget_nbytes=BUDGET, workers=1)
+    catalog = write_sources(tmp_path / "source", stored)
+
+    contents, *_ = run(tmp_path, catalog, plan, [*sizes, 2048])
+
+    assert contents == [
+        *(shard.tobytes() for shard in expected_shards(columns, full)),
+        full[:512].tobytes(),
+    ]
+    assert set(carried_out) == {True}
 
 
 def test_steps_that_cast_take_the_long_way(tmp_path, carried_out):

@@ -49,6 +49,26 @@ def test_columns_for_more_ranks_are_read_once(executor, budget, before, after):
     assert len(list(families(plan.regions))) == before
 
 
+@pytest.mark.parametrize("executor", [SerialExecutor, StreamingExecutor])
+def test_what_comes_after_shared_rows_is_read_by_itself(executor):
+    source = store(columns(1), DTYPE, FULL)
+    job, sizes = job_between(source, columns(4), DTYPE)
+    row = whole_layout((SHAPE[1],))
+    other = replace(
+        job,
+        tensor="bias",
+        source=replace(source.entry, layout=row),  # the first row of the same file
+        target_layout=row,
+        target_regions=(Region(len(sizes), 0),),
+    )
+    plan = plan_conversion([job, other], budget_nbytes=1 << 20, workers=1)
+    out = MemoryFiles([b"\xff" * size for size in [*sizes, SHAPE[1] * 4]])
+
+    executor().execute(plan, MemoryFiles(source.contents), out, NullObserver())
+
+    assert bytes(out.contents[-1]) == FULL[: SHAPE[1]].tobytes()
+
+
 @pytest.mark.parametrize(("before", "after"), [(8, 1), (8, 2), (3, 2), (4, 4)])
 def test_columns_for_other_ranks_are_the_same_bytes(before, after):
     shape_of = {3: (64, 384), 2: (64, 384)}.get(before, SHAPE)

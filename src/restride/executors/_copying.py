@@ -123,7 +123,6 @@ def carry_out(
     for step in bundle:
         _carry_out(step, reader, writer, buffers, on_drift)
         yield step
-    buffers.held = None
 
 
 def _carry_out(

@@ -70,7 +70,6 @@ class Direct:
         except _CannotError:
             return False
         finally:
-            self._buffers.held = None
             run.close()
         self._buffers.read_nbytes += run.read_nbytes
         return True
