@@ -409,25 +409,29 @@ def test_what_is_noted_was_written_before_the_sync_began(tmp_path, carried_out, 
 
 
 @pytest.mark.parametrize(
-    ("is_durable", "least_nbytes", "unstarted_nbytes"),
+    ("is_durable", "least_nbytes", "unstarted_nbytes", "available_nbytes"),
     [
-        (True, 0, 0),
-        (False, 1 << 16, 0),
-        (False, (1 << 16) + 1, 0),
-        (False, 1 << 16, 1 << 18),
-        (False, 1 << 16, 1 << 30),
+        (True, 0, 0, 0),
+        (False, 1 << 16, 0, 0),
+        (False, (1 << 16) + 1, 0, 0),
+        (False, 1 << 16, 1 << 18, 0),
+        (False, 1 << 16, 1 << 30, 0),
+        (False, 1 << 16, 0, 1 << 21),
+        (False, 1 << 16, 0, 1 << 33),
     ],
 )
 def test_without_a_sync_the_disk_is_told_to_begin_with_every_large_block_of_a_large_output(
-    tmp_path, monkeypatch, is_durable, least_nbytes, unstarted_nbytes
+    tmp_path, monkeypatch, is_durable, least_nbytes, unstarted_nbytes, available_nbytes
 ):
+    monkeypatch.setattr(journaled, "_UNSTARTED_NBYTES", unstarted_nbytes)
+    monkeypatch.setattr(journaled, "available_nbytes", lambda: available_nbytes)
+    unstarted_nbytes = max(unstarted_nbytes, available_nbytes // 8)
     is_told = not is_durable and least_nbytes <= 1 << 16 and unstarted_nbytes < 1 << 30
     catalog, plan, sizes, full = wide(tmp_path, dim=0)
     monkeypatch.setattr(blocks, "BLOCK_NBYTES", 1 << 16)
     monkeypatch.setattr(journaled, "BLOCK_NBYTES", 1 << 16)
     monkeypatch.setattr(journaled, "_STARTED_NBYTES", 1)
     monkeypatch.setattr(journaled, "_LEAST_STARTED_NBYTES", least_nbytes)
-    monkeypatch.setattr(journaled, "_UNSTARTED_NBYTES", unstarted_nbytes)
     monkeypatch.setattr(journaled, "_SYNC_SECONDS", 3600.0)
     started = set()
     begun = threading.Event()

@@ -8,7 +8,12 @@ import pytest
 
 from restride.errors import ExecutionError
 from restride.executors.sources import default_budget_nbytes, default_workers
-from restride.storage.machine import core_count, free_nbytes, memory_limit_nbytes
+from restride.storage.machine import (
+    available_nbytes,
+    core_count,
+    free_nbytes,
+    memory_limit_nbytes,
+)
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -30,6 +35,17 @@ def version2(root, membership="0::/a/b\n", **files):
 def test_without_cgroups_there_is_no_limit(tmp_path):
     assert core_count(tmp_path) == CORES
     assert memory_limit_nbytes(tmp_path) is None
+
+
+def test_what_is_available_is_what_the_system_says_and_no_more_than_the_groups_allow(tmp_path):
+    root = version2(tmp_path, **{"a/b/memory.max": "1000000\n"})
+    said = [available_nbytes(root)]  # it says nothing
+    for available in ("MemAvailable:     200 kB", "MemAvailable:   20000000 kB"):
+        (root / "proc/meminfo").write_text(f"MemTotal:  24000000 kB\n{available}\nBuffers: 1 kB\n")
+        said.append(available_nbytes(root))
+
+    assert said == [0, 200 << 10, 1000000]
+    assert 0 < available_nbytes() < 1 << 60
 
 
 @pytest.mark.parametrize(

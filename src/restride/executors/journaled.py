@@ -21,6 +21,7 @@ from msgspec.structs import asdict
 
 from restride.executors.blocks import BLOCK_NBYTES
 from restride.storage.background import Background
+from restride.storage.machine import available_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,9 +44,11 @@ _SYNC_SECONDS: Final = 5.0
 _STARTED_NBYTES: Final = 64 << 20
 # Less is not worth a call, and so many small files are not opened again for it.
 _LEAST_STARTED_NBYTES: Final = 1 << 20
-# The disk does not hold up what is smaller: most systems let this much wait in any case. A call may
-# take a tenth of a second where the disk is busy, so that the end of a conversion has none.
+# The disk does not hold up so many bytes at the end: most systems let them wait in any case, and
+# Linux a seventh of the memory that is available. A call takes processor time, and a tenth of a
+# second where the disk is busy.
 _UNSTARTED_NBYTES: Final = 512 << 20
+_UNSTARTED_SHARE: Final = 8
 
 
 class JournaledWriter:
@@ -82,8 +85,9 @@ class JournaledWriter:
         self._is_durable = place.files.is_durable
         self._sync_nbytes = sync_nbytes
         self._left_nbytes = blocks.left_nbytes()
-        starts = not self._is_durable and self._left_nbytes > 2 * _UNSTARTED_NBYTES
-        self._starting_nbytes = _UNSTARTED_NBYTES if starts else self._left_nbytes
+        unstarted = max(_UNSTARTED_NBYTES, available_nbytes() // _UNSTARTED_SHARE)
+        starts = not self._is_durable and self._left_nbytes > unstarted
+        self._starting_nbytes = unstarted if starts else self._left_nbytes
         self._waking_nbytes = min(sync_nbytes, _STARTED_NBYTES) if starts else sync_nbytes
         self._done: list[Block] = []
         self._done_nbytes = 0

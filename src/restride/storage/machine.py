@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
 
-__all__ = ["core_count", "free_nbytes", "memory_limit_nbytes", "peak_nbytes"]
+__all__ = ["available_nbytes", "core_count", "free_nbytes", "memory_limit_nbytes", "peak_nbytes"]
 
 _ROOT: Final = Path("/")
 # A cgroup of version 1 without a limit states the largest multiple of a page.
@@ -52,6 +52,18 @@ def memory_limit_nbytes(root: Path = _ROOT) -> int | None:
         if 0 < (limit := _number(_words(folder / name)[:1])) < _NO_LIMIT_NBYTES
     ]
     return min(limits, default=None)
+
+
+def available_nbytes(root: Path = _ROOT) -> int:
+    """Memory that the system could give, and the cgroups allow; 0 where it does not say.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are; tests have their own.
+    """
+    lines = _lines(root / "proc/meminfo")
+    words = next((line.split()[1:2] for line in lines if line.startswith("MemAvailable:")), [])
+    available = _number(words) << 10  # it is said in KiB
+    return min(available, memory_limit_nbytes(root) or available)
 
 
 def peak_nbytes() -> int:
