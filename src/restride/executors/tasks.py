@@ -15,7 +15,8 @@ from restride.executors.footprint import (
 )
 from restride.executors.verifying import digest_rows
 from restride.frozen import Frozen
-from restride.planning.conversion import LEAST_BUFFERS_NBYTES, plan_conversion
+from restride.planning.conversion import plan_conversion
+from restride.planning.sizing import LEAST_BUFFERS_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

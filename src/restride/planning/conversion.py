@@ -18,7 +18,6 @@ from restride.algebra.piece import Axis, Piece
 from restride.algebra.scales import is_rounded_once
 from restride.checkpoint.catalog import Region
 from restride.errors import (
-    BudgetError,
     CoverageError,
     LayoutError,
     PlanError,
@@ -26,10 +25,10 @@ from restride.errors import (
     UnsupportedError,
 )
 from restride.planning.fills import Fill, Pattern, Source
-from restride.planning.plan import BUFFERS_PER_WORKER, Plan, RegionPlan
+from restride.planning.plan import RegionPlan
 from restride.planning.replicas import Way, blocks_of_target
 from restride.planning.scales import factor_of
-from restride.planning.sharing import families
+from restride.planning.sizing import sized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,11 +38,11 @@ if TYPE_CHECKING:
     from restride.algebra.walks import Walk
     from restride.checkpoint.catalog import StateEntry
     from restride.checkpoint.dtypes import DType
+    from restride.planning.plan import Plan
     from restride.planning.replicas import Block
     from restride.planning.scales import Use
 
 __all__ = [
-    "LEAST_BUFFERS_NBYTES",
     "Job",
     "plan_comparison",
     "plan_conversion",
@@ -51,23 +50,6 @@ __all__ = [
     "whole_layout",
 ]
 
-# Buffers that stay in the caches (1 to 2 MiB of a core's own on current servers, and its share of
-# the common one) are several times faster than large ones. Two of them leave the core's own, and
-# twice as many steps would cost more than that; below the smallest, steps cost more than bytes.
-_LARGEST_BUFFER_NBYTES: Final = 1 << 20
-_SMALLEST_BUFFER_NBYTES: Final = 1 << 12
-LEAST_BUFFERS_NBYTES: Final = BUFFERS_PER_WORKER * _SMALLEST_BUFFER_NBYTES
-# Differences, means and products are computed in float64, with more arrays at one time than a step
-# has buffers; casts between the 16-bit types go by way of float32. Measured, see tests/executors.
-_COMPARED_ITEMSIZE: Final = 16
-_CAST_ITEMSIZE: Final = 4
-# Python objects of a region, and of what `Pattern.walk_count` counts, in a pattern and in a step.
-# They take 190, 290 and 200 bytes of a flat partition: more with more loops, and while a pattern is
-# made (tests/planning/test_memory.py). A region takes 120 more where all are in one target file,
-# while its steps are put in order.
-_REGION_NBYTES: Final = 320
-_WALK_NBYTES: Final = 640
-_STEP_WALK_NBYTES: Final = 448
 _WHOLE: Final = Mesh((("whole", 1),))
 
 
@@ -139,7 +121,7 @@ def plan_conversion(
     regions = _all_regions(jobs, _Patterns())
     regions.sort(key=lambda region: (region.target_file, region.target_start_nbytes))
     _require_apart(regions)
-    return _sized(regions, budget_nbytes, workers)
+    return sized(regions, budget_nbytes, workers)
 
 
 def plan_comparison(
@@ -168,7 +150,7 @@ def plan_comparison(
         for whole in (whole_layout(entry.layout.full_shape),)
     )
     regions = _all_regions(jobs, _Patterns(_compared))
-    return _sized([region for region in regions if region.fills], budget_nbytes, workers)
+    return sized([region for region in regions if region.fills], budget_nbytes, workers)
 
 
 def plan_reading(
@@ -199,7 +181,7 @@ def plan_reading(
         for number, ((tensor, state, entry), dtype) in enumerate(zip(states, types, strict=True))
         for whole in (whole_layout(entry.layout.full_shape),)
     )
-    return _sized(_all_regions(jobs, _Patterns(_chosen)), budget_nbytes, workers)
+    return sized(_all_regions(jobs, _Patterns(_chosen)), budget_nbytes, workers)
 
 
 def _compared(fills: Iterable[Fill]) -> tuple[Fill, ...]:
@@ -262,6 +244,7 @@ class _Match:
         self._relation = compose(target, source)
         self._kept = kept
         self._patterns: dict[tuple[object, ...], tuple[Pattern, frozenset[int]]] = {}
+        self._by_fills: dict[tuple[Fill, ...], Pattern] = {}
         # Without a scale, states and types make no difference.
         self._is_scaled = any(t.scale != 1 for t in self._relation.descriptors)
 
@@ -282,7 +265,18 @@ class _Match:
             parts = self._parts(rank)
             fills = self._kept(_fills(job, parts, rank))
             ranks = frozenset(copy.rank for part in parts for copy in part.copies)
-            found = self._patterns[key] = Pattern.of(fills), ranks
+            found = self._patterns[key] = self._shared(fills), ranks
+        return found
+
+    def without_copies(self, pattern: Pattern) -> Pattern:
+        """The same, read from one place each: what is compared for another rank already."""
+        return self._shared(_chosen(pattern.fills))
+
+    def _shared(self, fills: tuple[Fill, ...]) -> Pattern:
+        """One pattern for all ranks that are filled alike, as those that have copies are."""
+        found = self._by_fills.get(fills)
+        if found is None:
+            found = self._by_fills[fills] = Pattern.of(fills)
         return found
 
     def _parts(self, rank: int) -> tuple[_Part, ...]:
@@ -323,9 +317,17 @@ def _regions(job: Job, patterns: _Patterns) -> Iterator[RegionPlan]:
             "units of less than an element cannot be converted between files yet"
         )
     match = patterns.match(job)
+    compared: set[int] = set()
     for rank, place in enumerate(job.target_regions):
         if place is not None:
             pattern, ranks = match.pattern(job, rank)
+            if not pattern.is_moved and job.replicas != "mean":
+                # A thousand ranks that hold a copy of the step need not all compare the thousand
+                # copies that are there: that would be a million reads of four bytes.
+                if id(pattern) in compared:
+                    pattern = match.without_copies(pattern)
+                else:
+                    compared.add(id(pattern))
             region = _region(job, rank, place, pattern)
             for source_rank in ranks:
                 region.place(source_rank)
@@ -438,51 +440,3 @@ def _order(mesh: Mesh, rank: int, way: Way) -> tuple[tuple[int, ...], tuple[int,
 
 def _without_full(walk: Walk) -> Walk:
     return type(walk)(walk.bases[:2], tuple(digit[:3] for digit in walk.digits))
-
-
-def _sized(regions: list[RegionPlan], budget_nbytes: int, workers: int) -> Plan:
-    """Choose buffers and workers that fit the budget, and cut the regions to match."""
-    kept, step = _objects_nbytes(regions)
-    left, least = budget_nbytes - kept, LEAST_BUFFERS_NBYTES + step
-    if left < least:
-        raise BudgetError(needed_nbytes=kept + least, budget_nbytes=budget_nbytes)
-    workers = min(workers, left // least)
-    buffer = min(_LARGEST_BUFFER_NBYTES, (left // workers - step) // BUFFERS_PER_WORKER)
-    buffer -= buffer % _SMALLEST_BUFFER_NBYTES
-    sharing = {number for family in families(regions) if len(family) > 1 for number in family}
-    for number, region in enumerate(regions):
-        numel = _step_numel(region, buffer, shares=number in sharing)
-        regions[number] = replace(region, step_numel=numel)
-    steps = workers * step
-    return Plan(tuple(regions), buffer, workers, kept + steps, steps)
-
-
-def _objects_nbytes(regions: Sequence[RegionPlan]) -> tuple[int, int]:
-    """Memory that regions take with their patterns, and that a worker takes for a bundle."""
-    patterns = {id(region.pattern): region.pattern.walk_count for region in regions}
-    bundle = max(
-        (
-            sum([regions[number].pattern.walk_count for number in family])
-            for family in families(regions)
-        ),
-        default=0,
-    )
-    kept = _REGION_NBYTES * len(regions) + _WALK_NBYTES * sum(patterns.values())
-    return kept, _STEP_WALK_NBYTES * bundle
-
-
-def _step_numel(region: RegionPlan, buffer_nbytes: int, *, shares: bool) -> int:
-    pattern = region.pattern
-    itemsize = max(region.source_dtype.itemsize_nbytes, region.target_dtype.itemsize_nbytes)
-    if region.source_dtype != region.target_dtype:
-        itemsize = max(itemsize, _CAST_ITEMSIZE)
-    if not pattern.is_moved:
-        itemsize = max(itemsize, _COMPARED_ITEMSIZE)
-    most = buffer_nbytes // itemsize
-    if shares and pattern.row is not None:
-        # So that a buffer takes the rows of the source, which have parts of several targets.
-        rows = buffer_nbytes // (pattern.row.source_numel * region.source_dtype.itemsize_nbytes)
-        most = min(most, max(1, rows) * pattern.row.target_numel)
-    # Cut where the outermost loops of the fills turn over, so that a step meets whole rows.
-    pitch = max([pitch for pitch in pattern.pitches if pitch <= most], default=1)
-    return most - most % pitch
