@@ -23,10 +23,10 @@ from restride.checkpoint.selection import require_states
 from restride.checkpoint.soundness import errors_in
 from restride.errors import BudgetError, CorruptError, PlanError
 from restride.executors.comparing import CompareWriter
-from restride.executors.copies import as_stored, compared_one, drift_error, find_drift
 from restride.executors.digesting import DigestWriter
 from restride.executors.drift import drift_findings
 from restride.executors.events import NullObserver, PlanFinished, PlanStarted
+from restride.executors.finding_drift import as_stored, compared_one, drift_error, find_drift
 from restride.executors.reordering import find_all_moves
 from restride.executors.running import run_plan
 from restride.executors.sources import CatalogReader, default_budget_nbytes, default_workers
