@@ -497,7 +497,8 @@ def test_states_of_another_shape_are_told_of_and_carried(saved):
         edit_file(file_of(saved, tp), factor)
     catalog = read_catalog(saved)
 
-    assert "has shape (2,), which is not that of 'up'" in message_of(catalog, "uncut-state")
+    told = message_of(catalog, "uncut-state")
+    assert "a tensor of shape (2,) and dtype float32, and 'up' has another shape" in told
     assert "exp_avg_sq_row" not in catalog.tensors[0].states
     carried = catalog.values["optimizer"]["state.up.exp_avg_sq_row"]
     assert carried["tensor"]["shape"] == [2]

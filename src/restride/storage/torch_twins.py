@@ -9,19 +9,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from restride.checkpoint.values import (
-    Constructed,
-    GlobalName,
-    OrderedDictValue,
-    SizeValue,
-    Storage,
-    StoredTensor,
-)
-from restride.errors import RestrideError, UnsupportedError
+from restride.checkpoint.values import Constructed, OrderedDictValue, Storage, StoredTensor
+from restride.errors import RestrideError
+from restride.storage.holders import holders_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -30,13 +24,6 @@ if TYPE_CHECKING:
     from restride.storage.torch_values import StorageTable
 
 __all__ = ["Twin", "Twins"]
-
-# What refers to no storage, by its type alone.
-_PLAIN: Final = frozenset(
-    {bool, int, float, complex, str, bytes, bytearray, type(None), GlobalName, SizeValue}
-)
-# Headers of real files are nested some ten levels deep.
-_DEEPEST: Final = 50
 
 
 class Twins:
@@ -90,7 +77,7 @@ class Twin:
             for key, storage in self._storages.items()
         }
         if self._holders is None:
-            self._holders = _holders(self._value)
+            self._holders = holders_in(self._value)
         return _Moving(self._holders, places).moved(self._value)
 
 
@@ -143,52 +130,3 @@ class _Moving:
         """Where it stands now; a tensor may read it as another type than its storage says."""
         place = self._places[storage.key]
         return place if place.dtype == storage.dtype else replace(place, dtype=storage.dtype)
-
-
-def _holders(root: Value) -> Collection[int]:
-    """Identities of the containers that refer to a storage, at whatever depth; there is no cycle.
-
-    Raises:
-        UnsupportedError: They are nested so deep that a recursion may not follow them.
-    """
-    known: dict[int, int] = {}
-
-    def levels(value: Value, depth: int) -> int:
-        """How far down its storages go, by whatever way; 0 where it refers to none."""
-        if isinstance(value, (Storage, StoredTensor)):
-            return 1
-        if id(value) not in known:
-            if depth > _DEEPEST:
-                raise _too_deep()
-            parts = _parts(value)
-            inner = () if _PLAIN.issuperset(map(type, parts)) else parts
-            # Each of them is looked into, also behind one that does.
-            found = [levels(part, depth + 1) for part in inner if type(part) not in _PLAIN]
-            deepest = max(found, default=0)
-            # What is shared may have been met first where it is not as deep as elsewhere.
-            if deepest > _DEEPEST:
-                raise _too_deep()
-            known[id(value)] = deepest + 1 if deepest else 0
-        return known[id(value)]
-
-    levels(root, 0)
-    return {number for number, deepest in known.items() if deepest}
-
-
-def _too_deep() -> UnsupportedError:
-    return UnsupportedError(f"values are nested deeper than {_DEEPEST} levels")
-
-
-def _parts(value: Value) -> Collection[Value]:
-    match value:
-        case OrderedDictValue():
-            return [*value, *value.values(), value.state]
-        case dict():
-            return [*value, *value.values()]
-        case list() | tuple() | set() | frozenset():
-            return value
-        case Constructed():
-            flat = [part for pair in value.pairs for part in pair]
-            return [value.constructor, value.args, value.kwargs, value.state, value.items, *flat]
-        case _:
-            return ()

@@ -8,9 +8,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Finding
-from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError
 from restride.formats.deepspeed._experts.ranks import ExpertRanks
+from restride.formats.deepspeed._fields import shown
 from restride.formats.deepspeed._flat import check_partition, fragments_of, lay_out
 from restride.formats.deepspeed._momentum import (
     is_muon,
@@ -21,6 +21,7 @@ from restride.formats.deepspeed._momentum import (
 )
 from restride.formats.deepspeed._settings import is_round_robin
 from restride.frozen import Frozen
+from restride.storage.holders import has_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -188,12 +189,12 @@ def find_uncut(run: Run) -> Iterator[Finding]:
     for zero in run.zeros.values():
         for number, group in enumerate(zero.groups):
             for name, entry in group.others.items():
-                if isinstance(entry.value, StoredTensor) and (number, name) not in seen:
+                if (number, name) not in seen and has_tensor(entry.value):
                     seen.add((number, name))
                     yield Finding(
                         "warning",
                         "uncut-state",
-                        f"{entry.where} has shape {entry.value.shape}, the flat partition has "
+                        f"{entry.where} is {shown(entry.value)}, the flat partition has "
                         f"{group.partition_numel} elements: the state is of no parameter",
                         zero.name,
                     )

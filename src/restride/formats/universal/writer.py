@@ -30,6 +30,7 @@ from restride.formats.deepspeed._fields import shown
 from restride.formats.deepspeed._pipeline.cut import require_known_ties
 from restride.formats.deepspeed._run import open_run
 from restride.formats.deepspeed._writing.findings import rank_findings
+from restride.formats.deepspeed._writing.groups import require_numbers
 from restride.formats.deepspeed._writing.native_target import on_one_rank
 from restride.formats.deepspeed.companions import read_companions
 from restride.formats.deepspeed.model_copies import ModelCopies
@@ -115,6 +116,8 @@ def lay_out(
         )
     if training.pipeline is not None:
         require_known_ties(training.pipeline, str(root))
+    for number, group in enumerate(training.groups):
+        require_numbers(number, group, str(root))
     native = on_one_rank(catalog, training)
     if native is not None:
         _require_stage_of_experts(catalog, is_partitioned=is_partitioned)

@@ -17,20 +17,22 @@ from msgspec.structs import replace
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.orders import merged_order
-from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError
 from restride.formats.deepspeed._experts.group_order import alike
 from restride.formats.deepspeed._experts.native import expert_name, in_model_order
+from restride.formats.deepspeed._fields import shown
 from restride.formats.deepspeed._numbering import Unmatched
 from restride.formats.deepspeed._whole.experts import open_optimizers
 from restride.formats.deepspeed._whole.file import CASTABLE, read_whole_file
 from restride.formats.deepspeed._whole.match import Source, Weight, assign
 from restride.frozen import Frozen
+from restride.storage.holders import has_tensor
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+    from restride.checkpoint.values import StoredTensor
     from restride.formats.deepspeed._fields import Field
     from restride.formats.deepspeed._model import ModelFile
     from restride.formats.deepspeed._pipeline.optimizers import StageNames
@@ -312,13 +314,13 @@ def _uncut(whole: Whole) -> Iterator[Finding]:
     for rank in whole.ranks:
         for name, owned in rank.owned.items():
             for key, entry in owned.others.items():
-                if isinstance(entry.value, StoredTensor) and key not in seen:
+                if key not in seen and has_tensor(entry.value):
                     seen.add(key)
                     yield Finding(
                         "warning",
                         "uncut-state",
-                        f"{entry.where} has shape {entry.value.shape}, which is not that of "
-                        f"{name!r}: such states are carried as values",
+                        f"{entry.where} is {shown(entry.value)}, and {name!r} has another shape: "
+                        "such states are carried as values",
                         rank.model.name,
                     )
 

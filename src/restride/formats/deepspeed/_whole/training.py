@@ -8,10 +8,11 @@ from msgspec.structs import replace
 
 from restride.checkpoint.orders import merged_order
 from restride.checkpoint.training import ParameterGroup
-from restride.checkpoint.values import StoredTensor
 from restride.errors import UnsupportedError
+from restride.formats.deepspeed._fields import shown
 from restride.formats.deepspeed._loss_scaler import ENTRIES, scaler_of_entries
 from restride.formats.deepspeed._whole.file import CONSUMED_KEYS
+from restride.storage.holders import has_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -102,14 +103,14 @@ def _numbers(
             for key, entry in others.items():
                 value = entry.value
                 known = found.setdefault(key, value)
-                if isinstance(value, StoredTensor) or value == known:
+                if value == known or has_tensor(value):
                     continue
                 if is_fused and key == _STEP and type(value) is type(known) is int:
                     found[key] = max(value, known)
                     continue
                 raise UnsupportedError(
-                    f"state {key!r} of {name!r} is {value!r}, of others in parameter group "
-                    f"{number} it is {known!r}, and a group has one for all",
+                    f"state {key!r} of {name!r} is {shown(value)}, of others in parameter "
+                    f"group {number} it is {shown(known)}, and a group has one for all",
                     where=entry.where,
                     remedy="convert a checkpoint whose parameters were all trained alike",
                 )

@@ -6,10 +6,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from restride.checkpoint.values import StoredTensor, keyed
+from restride.checkpoint.values import keyed
 from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._fields import shown
 from restride.formats.deepspeed._writing.writing import FP32, WEIGHT
 from restride.layouts.replicated import replicated
+from restride.storage.holders import has_tensor
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
@@ -19,7 +21,14 @@ if TYPE_CHECKING:
     from restride.formats.deepspeed._writing.writing import Writing
     from restride.storage.torch_output import OutputArray
 
-__all__ = ["group_states", "optimizer_file", "param_groups", "scalar_states", "states_of"]
+__all__ = [
+    "group_states",
+    "optimizer_file",
+    "param_groups",
+    "require_numbers",
+    "scalar_states",
+    "states_of",
+]
 
 _CONFIG: Final = "ds_config"
 _VERSION: Final = "ds_version"
@@ -51,6 +60,30 @@ def param_groups(writing: Writing) -> list[Value]:
     ]
 
 
+def require_numbers(number: int, group: ParameterGroup, where: str) -> None:
+    """Refuse a group with a state that is neither an array of each parameter nor plain.
+
+    One rank's tensors, alone or in a list, would be given to all ranks: matrices that precondition
+    a gradient, tables and scales of quantized states.
+
+    Args:
+        number: Number of the group.
+        group: The group.
+        where: The checkpoint, for errors.
+
+    Raises:
+        UnsupportedError: It has one.
+    """
+    for key, value in group.numbers.items():
+        if has_tensor(value):
+            raise UnsupportedError(
+                f"state {key!r} of parameter group {number} is {shown(value)}, and no array of "
+                "each parameter: how it is cut is not known",
+                where=where,
+                remedy="convert the weights with --to safetensors",
+            )
+
+
 def states_of(writing: Writing, number: int, group: ParameterGroup) -> tuple[str, ...]:
     """Name the states that every parameter of a group has, as large as itself; masters first.
 
@@ -58,14 +91,7 @@ def states_of(writing: Writing, number: int, group: ParameterGroup) -> tuple[str
         UnsupportedError: Parameters of the group have different states or dtypes, or a state that
             is neither as large as the parameter nor one number for the group.
     """
-    for key, value in group.numbers.items():
-        if isinstance(value, StoredTensor):
-            raise UnsupportedError(
-                f"state {key!r} of parameter group {number} has shape {value.shape}, which is not "
-                "that of a flat partition: how it is cut is not known",
-                where=writing.catalog.root,
-                remedy="convert the weights with --to safetensors",
-            )
+    require_numbers(number, group, writing.catalog.root)
     found: dict[str, str] = {}
     for name in group.names:
         tensor = writing.tensors[name]

@@ -20,7 +20,7 @@ from restride.errors import UnsupportedError
 from restride.formats.deepspeed._loss_scaler import entries_of_scaler
 from restride.formats.deepspeed._settings import is_bf16, is_enabled
 from restride.formats.deepspeed._writing.folding import expert_folding, expert_places
-from restride.formats.deepspeed._writing.groups import scalar_states, states_of
+from restride.formats.deepspeed._writing.groups import require_numbers, scalar_states, states_of
 from restride.formats.deepspeed._writing.model import common_entries, expert_entries, module_of
 from restride.formats.deepspeed._writing.writing import FP32, WEIGHT, optimizer_key
 from restride.formats.deepspeed.target import DeepSpeedTarget
@@ -174,14 +174,7 @@ def _kind(writing: Writing) -> _Kind:
 
 def _checked(writing: Writing, number: int, group: ParameterGroup, kind: _Kind) -> tuple[str, ...]:
     """Members of a group, whose states have a place in the output."""
-    for key, value in group.numbers.items():
-        if isinstance(value, StoredTensor):
-            raise UnsupportedError(
-                f"state {key!r} of parameter group {number} has shape {value.shape}, which is that "
-                "of no parameter: how it is cut is not known",
-                where=writing.catalog.root,
-                remedy="convert the weights with --to safetensors",
-            )
+    require_numbers(number, group, writing.catalog.root)
     if kind == "flat":  # one buffer and one number for all of the group
         states_of(writing, number, group)
         scalar_states(writing, number, group)
