@@ -571,6 +571,23 @@ def test_a_value_in_the_module_that_nothing_else_names_is_told_of(saved):
     assert finding.message.endswith("module['scale'] is no tensor: it is carried as a value")
 
 
+@pytest.mark.parametrize(
+    "function", ["torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_sparse_tensor"]
+)
+def test_a_tensor_of_a_kind_that_is_not_its_bytes_is_no_value_to_carry(saved, function):
+    """The rest of the model was converted without it, with a warning."""
+    module, _, name = function.rpartition(".")
+    made = Constructed(GlobalName(module, name), (Array("float32", (2,), bytes(8)),))
+    edit_file(model(saved), lambda root: root["module"].update(scale=made))
+
+    refused(
+        saved,
+        "mp_rank_00_model_states.pt",
+        "module['scale']: is a tensor of a subclass",
+        error=UnsupportedError,
+    )
+
+
 # What is not a lie, but rare.
 
 

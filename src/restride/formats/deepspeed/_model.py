@@ -12,8 +12,8 @@ from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.checkpoint.dtypes import DTYPES
-from restride.checkpoint.values import StoredTensor
-from restride.errors import CorruptError, FormatError
+from restride.checkpoint.values import Constructed, GlobalName, StoredTensor
+from restride.errors import CorruptError, FormatError, UnsupportedError
 from restride.formats.deepspeed._settings import is_enabled
 from restride.frozen import Frozen
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from restride.algebra.layout import Shape
     from restride.checkpoint.dtypes import DType
+    from restride.checkpoint.values import Value
     from restride.formats.deepspeed._fields import Field
 
 __all__ = ["CONSUMED_KEYS", "ModelFile", "Shapes", "configured_dtype", "read_model_file"]
@@ -42,6 +43,8 @@ CONSUMED_KEYS: Final = frozenset(
 )
 """Top-level keys that become tensors and layouts; all others are carried as values."""
 
+# Where torch keeps the functions that make a tensor again of what it was saved as.
+_REBUILDING: Final = frozenset({"torch._utils", "torch._tensor"})
 _PRECISIONS: Final = {"bfloat16": ("bf16", "bfloat16"), "float16": ("fp16",)}
 
 
@@ -97,6 +100,7 @@ def read_model_file(root: Field, name: str, tp: int, dp: int | None = None) -> M
     Raises:
         FormatError: It is none, or a part of it has another type than it must have.
         CorruptError: Parts of it contradict each other.
+        UnsupportedError: A tensor of the module is not what its bytes say.
     """
     _refuse_others(root)
     stored, extras = _module(root)
@@ -167,9 +171,26 @@ def _module(root: Field) -> tuple[dict[str, StoredTensor], tuple[Field, ...]]:
     for key, entry in root.at("module").items():
         if isinstance(entry.value, StoredTensor):
             tensors[key] = entry.value
+        elif _is_tensor_of_a_kind(entry.value):
+            raise UnsupportedError(
+                "is a tensor of a subclass, or a sparse, quantized or empty kind of one: its "
+                "elements are not its bytes",
+                where=entry.where,
+                remedy="save it as a plain tensor",
+            )
         else:
             extras.append(entry)
     return tensors, tuple(extras)
+
+
+def _is_tensor_of_a_kind(value: Value) -> bool:
+    """Whether torch would make a tensor of it, and it is not read as one."""
+    made = value.constructor if isinstance(value, Constructed) else None
+    return (
+        isinstance(made, GlobalName)
+        and made.module in _REBUILDING
+        and made.name.startswith("_rebuild")
+    )
 
 
 def _shapes(stored: Field | None) -> dict[str, Shape]:
