@@ -11,11 +11,12 @@ import pytest
 
 from restride import api
 from restride.errors import BudgetError, StoppedError
-from restride.executors import blocks, writing
+from restride.executors import blocks, tasks, writing
 from restride.executors.events import NullObserver
 from restride.executors.footprint import (
     catalog_nbytes,
     finishing_nbytes,
+    opening_nbytes,
     output_nbytes,
     resuming_nbytes,
 )
@@ -58,11 +59,26 @@ def traced(make):
 
 def test_a_catalog_takes_what_it_is_said_to_take(many):
     for source in (SAMPLE, many):
-        catalog, kept, _ = traced(lambda source=source: api.open(source))
+        catalog, kept, most = traced(lambda source=source: api.open(source))
 
         # What is no tensor is as large as the files of the user make it.
         assert kept <= catalog_nbytes(catalog) + 60_000
         assert catalog_nbytes(catalog) <= MOST * kept
+        assert most <= opening_nbytes(catalog) + 100_000
+        assert opening_nbytes(catalog) <= MOST * most
+
+
+def test_a_budget_that_opening_has_passed_is_refused_with_one_that_is_enough(
+    many, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(tasks, "opening_nbytes", lambda _: 1 << 30)
+    options = many, tmp_path / "out", WAYS[0]
+    for budget in (1, 1 << 29, (1 << 30) - 1):
+        with pytest.raises(BudgetError) as refused:
+            api.dry_run(*options, budget_nbytes=budget)
+
+        assert refused.value.needed_nbytes == 1 << 30
+    assert api.dry_run(*options, budget_nbytes=1 << 30).projected_nbytes == 1 << 30
 
 
 @pytest.mark.parametrize("wanted", WAYS, ids=lambda wanted: wanted.to)

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.output import Output
 
-__all__ = ["catalog_nbytes", "finishing_nbytes", "output_nbytes", "resuming_nbytes"]
+__all__ = [
+    "catalog_nbytes",
+    "finishing_nbytes",
+    "opening_nbytes",
+    "output_nbytes",
+    "resuming_nbytes",
+]
 
 # A place of a shard: the object, its two numbers, and its slot in a tuple.
 _REGION_NBYTES: Final = 128
@@ -30,6 +36,9 @@ _AXIS_NBYTES: Final = 384
 _RUN_NBYTES: Final = 192
 # A source file with its name, and what tells that it has not changed.
 _SOURCE_FILE_NBYTES: Final = 640
+# While a catalog is made there is more: what each rank holds of each tensor, and what files hold.
+_OPENING_SHARE: Final = 4
+_PARSED_FILE_NBYTES: Final = 16384
 # An array of the output with its name and with what it is read from; its files and fixed bytes.
 _TARGET_NBYTES: Final = 512
 _TARGET_FILE_NBYTES: Final = 640
@@ -63,6 +72,12 @@ def catalog_nbytes(catalog: Catalog) -> int:
         + _layouts_nbytes([entry.layout for entry in states])
         + _SOURCE_FILE_NBYTES * len(catalog.files)
     )
+
+
+def opening_nbytes(catalog: Catalog) -> int:
+    """Memory that it took at most to open a checkpoint, the catalog itself included."""
+    kept = catalog_nbytes(catalog)
+    return kept + kept // _OPENING_SHARE + _PARSED_FILE_NBYTES * len(catalog.files)
 
 
 def output_nbytes(output: Output) -> int:

@@ -10,6 +10,7 @@ from restride.executors.blocks import TABLE_NBYTES, block_count
 from restride.executors.footprint import (
     catalog_nbytes,
     finishing_nbytes,
+    opening_nbytes,
     output_nbytes,
     resuming_nbytes,
 )
@@ -41,6 +42,7 @@ class Task(Frozen):
             the description of the output, the table of its blocks, and records of a journal.
         passing_nbytes: Memory that is taken before the first step and after the last one, when
             there are no buffers: to read records back, and for the manifest.
+        opening_nbytes: Memory that it took to open the source, before there was anything else.
     """
 
     output: Output
@@ -49,13 +51,14 @@ class Task(Frozen):
     digest_nbytes: int
     kept_nbytes: int
     passing_nbytes: int
+    opening_nbytes: int
 
     @property
     def projected_nbytes(self) -> int:
         """Upper bound of the memory that a conversion takes."""
         kept = self.plan.objects_nbytes - self.plan.steps_nbytes
         working = self.plan.projected_nbytes - kept + self.digest_nbytes
-        return self.kept_nbytes + kept + max(working, self.passing_nbytes)
+        return max(self.kept_nbytes + kept + max(working, self.passing_nbytes), self.opening_nbytes)
 
 
 def plan_writing(
@@ -104,6 +107,7 @@ def _planned(
     digests = workers * scratch_nbytes(rows)
     counts = _counts(output)
     records, read_back = resuming_nbytes(**counts) if has_records else (0, 0)
+    opening = opening_nbytes(catalog)
     kept = catalog_nbytes(catalog) + output_nbytes(output) + records
     kept += TABLE_NBYTES * counts["block_count"]
     read_back += 2 * digests if has_records else 0  # digests, and no larger buffers
@@ -112,8 +116,9 @@ def _planned(
         plan = plan_conversion(jobs, budget_nbytes=budget_nbytes - kept - digests, workers=workers)
     except BudgetError as error:
         needed = kept + error.needed_nbytes + max(digests, passing - LEAST_BUFFERS_NBYTES)
+        needed = max(needed, opening)
         raise BudgetError(needed_nbytes=needed, budget_nbytes=budget_nbytes) from None
-    task = Task(output, plan, rows, digests, kept, passing)
+    task = Task(output, plan, rows, digests, kept, passing, opening)
     if task.projected_nbytes > budget_nbytes:
         raise BudgetError(needed_nbytes=task.projected_nbytes, budget_nbytes=budget_nbytes)
     return task
