@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fuzz_checkpoints import scratch
+from fuzz_checkpoints import made_once, scratch
 from fuzz_choices import ByteRandom
 from restride import api
 from restride.cli._app import COMMANDS, _root
@@ -80,7 +80,7 @@ def command_seeds() -> list[bytes]:
     return [bytes([kind, *[29 * kind + n & 255] * 48]) for kind in range(24) for n in range(4)]
 
 
-@lru_cache
+@made_once
 def _base() -> Path:
     """A folder with something of every kind that a command reads."""
     base = scratch() / "commands"

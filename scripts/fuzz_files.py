@@ -6,12 +6,11 @@ import json
 import shutil
 import tempfile
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuzz_arrays import CODES, SHAPES, Stored, some_array, write_file
-from fuzz_checkpoints import scratch, tree
+from fuzz_checkpoints import made_once, scratch, tree
 from fuzz_choices import ByteRandom, changed, changed_bytes
 from restride import api
 from restride.checkpoint.dtypes import DTYPES
@@ -53,7 +52,7 @@ class _Kept:
     fingerprints: dict[str, dict[str, str]]
 
 
-@lru_cache
+@made_once
 def _outputs() -> tuple[_Kept, ...]:
     found = []
     for number, options in enumerate(_WAYS):

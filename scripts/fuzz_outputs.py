@@ -11,14 +11,13 @@ import traceback
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fuzz_checkpoints import StopsAfter, hurt_journal, hurt_unfinished, scratch, tree
+from fuzz_checkpoints import StopsAfter, hurt_journal, hurt_unfinished, made_once, scratch, tree
 from fuzz_choices import ByteRandom
 from restride import api
 from restride.arrays.casts import round_once, storage_dtype
@@ -50,7 +49,7 @@ _COUNT = 3
 _SMALL: dict[str, Any] = {
     "workers": 1,
     "sync_nbytes": 1,
-    "budget_nbytes": 1 << 20,
+    "budget_nbytes": 1 << 21,
     "durable": False,
 }
 _WAIT_SECONDS = 20.0
@@ -71,7 +70,7 @@ class _Left:
     whole: dict[str, bytes]
 
 
-@lru_cache
+@made_once
 def _leftovers() -> tuple[_Left, ...]:
     # Parts are made of blocks: so small a checkpoint has several only of small ones.
     for module in (blocks, manifests, resuming):

@@ -47,7 +47,9 @@ def test_a_second_finds_nothing_and_leave_a_log(tmp_path):
     assert not (tmp_path / "out" / "finds").exists()
 
 
-@pytest.mark.parametrize("target", ["document", "numbers", "casts", "commands"])
+@pytest.mark.parametrize(
+    "target", ["document", "numbers", "casts", "commands", "resume", "team", "kept"]
+)
 def test_an_input_that_is_no_find_says_how_far_it_came(tmp_path, target):
     ran = fuzz("--replay", find(tmp_path / "find.json", target, b"\x80\x02N."))
 
