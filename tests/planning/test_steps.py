@@ -51,6 +51,25 @@ def test_any_part_of_a_region_is_filled_as_its_walks_say(pair, replicas, data):
                 assert all(outer[1] >= inner[1] >= 0 for outer, inner in pairwise(axes))
 
 
+@given(
+    numel=st.integers(1, 30), pitch=st.integers(1, 9), ends=st.sets(st.integers(0, 34), max_size=8)
+)
+def test_every_step_that_meets_something_wanted_comes_once(numel, pitch, ends):
+    """As after a run that had done every other block of a step: twice it would be counted twice."""
+    places = sorted(ends)
+    pairs = zip(places[::2], places[1::2], strict=False)
+    wanted = [range(*pair) for pair in pairs if pair[0] < numel]  # the last may end behind it
+    (whole,) = planned(whole_layout((numel,)), whole_layout((numel,))).regions
+    region = replace(whole, step_numel=pitch)
+    assert not region.streamed_numel
+
+    starts = [step.start for step in region.steps(wanted)]
+
+    met = {element - element % pitch for part in wanted for element in part if element < numel}
+    assert starts == sorted(met)
+    assert [step.start for step in region.steps()] == list(range(0, numel, pitch))
+
+
 def test_fills_of_several_runs_in_any_order_are_cut_like_others():
     (region,) = planned(whole_layout((12,)), whole_layout((12,))).regions
     runs = [Walk((start, start), ((3, 1, 1),)) for start in (0, 3, 6, 9)]
