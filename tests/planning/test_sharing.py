@@ -50,6 +50,16 @@ def test_columns_for_more_ranks_are_read_once(executor, budget, before, after):
 
 
 @pytest.mark.parametrize("executor", [SerialExecutor, StreamingExecutor])
+@pytest.mark.parametrize("budget", [200_000, 64 << 20])
+def test_rows_of_several_files_are_not_read_as_those_of_one(executor, budget):
+    """Their places in the files are the same, and a step has rows of both."""
+    rows = split(SHAPE, mesh={"dp": 2}, dim=0)
+    plan, read = converted(store(rows, DTYPE, FULL), columns(4), executor=executor, budget=budget)
+    assert len(list(families(plan.regions))) == 1
+    assert FULL.nbytes * 0.98 <= read
+
+
+@pytest.mark.parametrize("executor", [SerialExecutor, StreamingExecutor])
 def test_what_comes_after_shared_rows_is_read_by_itself(executor):
     source = store(columns(1), DTYPE, FULL)
     job, sizes = job_between(source, columns(4), DTYPE)
