@@ -60,6 +60,22 @@ def test_rows_of_several_files_are_not_read_as_those_of_one(executor, budget):
 
 
 @pytest.mark.parametrize("executor", [SerialExecutor, StreamingExecutor])
+def test_rows_that_no_buffer_takes_are_read_in_parts(executor):
+    shape = (6, 8192)
+    source = store(whole_layout(shape), DTYPE, FULL[: 6 * 8192])
+    target = split(shape, mesh={"tp": 16}, dim=1)
+    job, sizes = job_between(source, target, DTYPE)
+    plan = plan_conversion([job], budget_nbytes=120_000, workers=1)
+    assert plan.buffer_nbytes < 8192 * 4
+    out = MemoryFiles([b"\xff" * size for size in sizes])
+
+    executor().execute(plan, MemoryFiles(source.contents), out, NullObserver())
+
+    expected = expected_shards(target, FULL[: 6 * 8192])
+    assert [bytes(c) for c in out.contents] == [s.tobytes() for s in expected]
+
+
+@pytest.mark.parametrize("executor", [SerialExecutor, StreamingExecutor])
 def test_what_comes_after_shared_rows_is_read_by_itself(executor):
     source = store(columns(1), DTYPE, FULL)
     job, sizes = job_between(source, columns(4), DTYPE)
