@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import re
 from collections import OrderedDict
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 ROWS, COLUMNS, WHOLE = "rows", "columns", "whole"
+# Of Linux; mmap has a name for it from Python 3.13 on.
+_NO_RESERVE = 0x4000
 
 
 def parameters(hidden: int, layers: int, vocab: int) -> list[tuple[str, tuple[int, ...], str]]:
@@ -62,8 +65,7 @@ def write(
         shapes = OrderedDict((name, shard_shape(shape, cut, tp)) for name, shape, cut in named)
         numels = [torch.Size(shape).numel() for shape in shapes.values()]
         padded = -(-sum(numels) // (2 * dp)) * 2 * dp
-        # Memory that nobody touches takes none.
-        flat, weights = torch.empty(padded), torch.empty(padded, dtype=torch.bfloat16)
+        flat, weights = untouched(padded), untouched(padded, torch.bfloat16)
         start = 0
         if not sparse:
             for (name, shape, cut), numel in zip(named, numels, strict=True):
@@ -87,15 +89,25 @@ def write(
                 start += numel
             padding = max(0, min(part, (d + 1) * part - sum(numels)))
             own = slice(d * part, (d + 1) * part - padding)
-            master = torch.empty(part - padding) if sparse else flat[own].clone()
-            mine = torch.empty(part) if sparse else flat[d * part : (d + 1) * part]
-            moments = [torch.empty(part) if sparse else mine * factor for factor in (0.5, 0.25)]
+            master = untouched(part - padding) if sparse else flat[own].clone()
+            mine = untouched(part) if sparse else flat[d * part : (d + 1) * part]
+            moments = [untouched(part) if sparse else mine * factor for factor in (0.5, 0.25)]
             state = optimizer_state(master, moments, padding, fragments, len(named), dp)
             path = folder / f"bf16_zero_pp_rank_{d}_mp_rank_{t:02d}_optim_states.pt"
             save(state, path, sparse=sparse)
     (out / "latest").write_text("step")
     (out / "config.json").write_text(json.dumps(config(hidden, layers, vocab)))
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def untouched(numel: int, dtype: Any = None) -> Any:
+    """A tensor that takes no memory until somebody writes to it, even if it is larger than all."""
+    import torch
+
+    dtype = dtype or torch.float32
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    memory = mmap.mmap(-1, max(1, numel * dtype.itemsize), flags=flags)
+    return torch.frombuffer(memory, dtype=dtype, count=numel)
 
 
 def save(state: dict[str, Any], path: Path, *, sparse: bool) -> None:
