@@ -24,7 +24,9 @@ from restride.errors import (
     UnsupportedError,
 )
 from restride.executors.events import NullObserver
+from restride.executors.sources import CatalogReader
 from restride.storage import fingerprint_files
+from restride.storage.ranges import FilePool
 from restride.testing.command_line import SAMPLE
 from restride.testing.command_line import run as run_command
 from restride.testing.fingerprints import digest_slowly
@@ -426,3 +428,24 @@ def test_a_checkpoint_that_changes_while_it_is_compared_is_an_error(changed, sha
 
     with pytest.raises(ExecutionError, match="changed while it was read"):
         comparison.diff(tmp_path / "a", tmp_path / "b", observer=Writing())
+
+
+@pytest.mark.parametrize("form", ["deepspeed", "universal", "safetensors"])
+def test_a_checkpoint_that_changed_since_its_headers_were_read_is_an_error(form, tmp_path):
+    path = tmp_path / form
+    if form == "deepspeed":
+        shutil.copytree(SAMPLE, path)
+    else:
+        api.convert(SAMPLE, path, to=form)
+    catalog = api.open(path)
+
+    with FilePool() as pool:
+        CatalogReader(catalog, pool).require_unchanged()
+        for file in catalog.files:
+            saved = Path(catalog.root, file.name)
+            before = saved.stat()
+            os.utime(saved, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+            with pytest.raises(ExecutionError, match="changed while it was read") as caught:
+                CatalogReader(catalog, pool).require_unchanged()
+            assert caught.value.where == str(saved)
+            os.utime(saved, ns=(before.st_atime_ns, before.st_mtime_ns))

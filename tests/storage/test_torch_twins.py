@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride.checkpoint.values import Constructed, GlobalName, Storage, StoredTensor
 from restride.errors import CorruptError
@@ -201,8 +202,8 @@ def test_of_files_that_were_written_with_one_header_the_first_is_read(tmp_path: 
     second.write_bytes(b"nobody looks here")
 
     found = getattr(files, way)(second)
-    assert found == expected
-    assert spelled(found) == spelled(expected)
+    assert found == replace(expected, stamp=None)
+    assert spelled(found) == spelled(replace(expected, stamp=None))
 
 
 @pytest.mark.parametrize("headers", [{"a": 1, "b": 2}, {"a": 1}, {"b": 1}, {}])

@@ -24,8 +24,13 @@ class CatalogReader:
     def __init__(self, catalog: Catalog, pool: FilePool) -> None:
         self._paths = [os.path.join(catalog.root, file.name) for file in catalog.files]  # noqa: PTH118
         self._pool = pool
+        # Those of when the headers were read, if they are known: with hundreds of ranks, a training
+        # may well have saved the next step into the same files since then.
+        self._stamps = [
+            _stamp(path) if file.stamp is None else (file.nbytes, *file.stamp)
+            for path, file in zip(self._paths, catalog.files, strict=True)
+        ]
         self._sizes = [file.nbytes for file in catalog.files]
-        self._stamps = list(map(_stamp, self._paths))
 
     def read_into(self, file: int, start_nbytes: int, buffer: memoryview, /) -> None:
         """Fill `buffer` with the bytes of a file that start there.

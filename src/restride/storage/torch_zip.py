@@ -42,6 +42,7 @@ class TorchFile(Frozen):
         value: What was saved, as inert values; tensors are `StoredTensor`.
         storages: The storages that tensors are views of, by key.
         records: Every record of the file, by its name without the top folder.
+        stamp: As of `FileEntry`.
     """
 
     path: str
@@ -49,6 +50,7 @@ class TorchFile(Frozen):
     value: Value
     storages: Mapping[str, Storage]
     records: Mapping[str, ZipRecord]
+    stamp: tuple[int, int] | None = None
 
     @property
     def is_written_twice(self) -> bool:
@@ -178,7 +180,7 @@ def _read(file: RangeFile, limits: Limits, twins: Twins | None = None) -> TorchF
         value = read() if twins is None else twins.value(stream, table, read)
     except RestrideError as error:
         raise error.located("data.pkl") from None
-    return TorchFile(file.path, file.nbytes, value, table.storages, records)
+    return TorchFile(file.path, file.nbytes, value, table.storages, records, file.stamp)
 
 
 def _require_zip(file: RangeFile) -> None:

@@ -56,7 +56,7 @@ class FileTable:
         """
         file = self._opened.open(self._folder.path / name)
         self._numbers[file.path] = len(self.entries)
-        self.entries.append(FileEntry(self._folder.below + name, file.nbytes))
+        self.entries.append(FileEntry(self._folder.below + name, file.nbytes, file.stamp))
         return Field(file.value, self._folder.below + name)
 
     def region(self, tensor: StoredTensor, skipped_numel: int = 0) -> Region:

@@ -130,7 +130,7 @@ class _Collected(Struct):
         with RangeFile(path) as file:
             header = read_header(file)
         number = len(self.files)
-        self.files.append(FileEntry(name, file.nbytes))
+        self.files.append(FileEntry(name, file.nbytes, file.stamp))
         if header.metadata:
             self.metadata[name] = header.metadata
         for tensor in header.tensors:

@@ -134,7 +134,7 @@ def read_optimizer_state(path: Path, name: str, opened: TorchFiles) -> Optimizer
     """
     content = opened.open(path)
     root = Field(content.value, name)
-    file = FileEntry(name, content.nbytes)
+    file = FileEntry(name, content.nbytes, content.stamp)
     inner = root.get(_BY_SUB_GROUP)
     if inner is None:
         return OptimizerState(file, root, root.at(_GROUPS).elements(), None, ())

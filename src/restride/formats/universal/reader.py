@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Severity
     from restride.formats.deepspeed.model_files import ModelFiles
     from restride.formats.universal._optimizer_state import OptimizerState
+    from restride.storage.torch_zip import TorchFile
 
 __all__ = ["FORMAT", "LATEST", "PARTITIONED", "find_folder", "read_catalog", "whole_tensor"]
 
@@ -348,11 +349,11 @@ class _Reader:
                     where=file,
                     remedy="put the *_model_states.pt files of the run into the folder",
                 )
-            return self._entry(file, opened.nbytes, value)
+            return self._entry(file, opened, value)
         tensor = value.get(_PARAM) if isinstance(value, dict) else None
         if not isinstance(tensor, StoredTensor):
             raise FormatError(f"has no tensor {_PARAM!r}", where=file)
-        return self._entry(file, opened.nbytes, tensor)
+        return self._entry(file, opened, tensor)
 
     def _step(self, file: str) -> Iterator[tuple[str, StateEntry]]:
         """Yield a step that is a tensor; a plain number is no array."""
@@ -365,7 +366,7 @@ class _Reader:
                     "number",
                     where=file,
                 )
-            yield _STEP, self._entry(file, opened.nbytes, value)
+            yield _STEP, self._entry(file, opened, value)
         elif (
             isinstance(value, bool)
             or not isinstance(value, int | float)
@@ -377,9 +378,9 @@ class _Reader:
         """Path of a file or folder, as `Path` spells it in less time."""
         return os.path.join(self._top, name)  # noqa: PTH118 - there are thousands
 
-    def _entry(self, file: str, nbytes: int, tensor: StoredTensor) -> StateEntry:
+    def _entry(self, file: str, opened: TorchFile, tensor: StoredTensor) -> StateEntry:
         number = len(self.files)
-        self.files.append(FileEntry(file, nbytes))
+        self.files.append(FileEntry(file, opened.nbytes, opened.stamp))
         return _entry_of(tensor, number, file)
 
     def _read_optimizer(self) -> OptimizerState | None:
