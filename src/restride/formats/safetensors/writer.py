@@ -76,11 +76,7 @@ def lay_out(
     if max_shard_nbytes is not None and max_shard_nbytes < 1:
         raise PlanError(f"files of at most {max_shard_nbytes} bytes hold nothing")
     shards = list(_shards(wanted, max_shard_nbytes))
-    names = [
-        f"{stem}-{number:05}-of-{len(shards):05}{SUFFIX}" for number in range(1, len(shards) + 1)
-    ]
-    if len(shards) == 1:
-        names = [f"{stem}{SUFFIX}"]
+    names = [f"{stem}{SUFFIX}"]
     if len(shards) > 1:
         names = [f"{stem}-{n:05}-of-{len(shards):05}{SUFFIX}" for n in range(1, len(shards) + 1)]
     files: list[OutputFile] = []
