@@ -51,7 +51,7 @@ class Moves(Frozen):
 class SliceSums:
     """A sum of 64 bits for each row and for each column of an array.
 
-    Two rows with the same sum have the same elements in the same order, but for a chance of 2^-64
+    Two rows with the same sum have the same elements in the same order, but for a chance of 2^-58
     a pair; it is no protection against forgery.
 
     Attributes:
