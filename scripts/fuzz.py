@@ -414,7 +414,8 @@ def _keep_death(name: str, code: int, said: str, result: Result, out: Path) -> N
 def replay(path: Path) -> int:
     """Run a find again, without instrumentation."""
     find = json.loads(path.read_text())
-    with tempfile.TemporaryDirectory() as out:
+    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as out:
+        os.environ.setdefault("RESTRIDE_FUZZ_SCRATCH", out)  # removed with it
         session = Session(find["target"], _load(find["target"], None), Path(out))
         _warm(session.run)
         _guard()
