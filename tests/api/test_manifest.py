@@ -177,17 +177,39 @@ def notes(output):
     return [f for f in api.check(output).findings if f.kind == "manifest-unused"]
 
 
-def test_a_manifest_that_was_edited_is_a_note_and_none_is_nothing(output):
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (lambda text: text.replace(b'"version": "', b'"version": "9.'), "not as it was written"),
+        (lambda _: b"", "no JSON"),
+        (lambda text: bytes(len(text)), "no JSON"),
+    ],
+    ids=["edited", "empty", "zeros"],
+)
+def test_a_manifest_that_is_damaged_is_an_error_and_none_is_nothing(output, spoil, problem):
+    # A machine that died without a sync may leave it so, and the files that it is of.
     path = output / NAME
-    path.write_bytes(path.read_bytes().replace(b'"version": "', b'"version": "9.'))
-    (note,) = notes(output)
-    assert note.severity == "note"
-    assert "not as it was written" in note.message
-    assert api.check(output).verdict == "ok"
+    path.write_bytes(spoil(path.read_bytes()))
+    report = api.check(output)
+    (finding,) = [f for f in report.findings if f.kind == "manifest-damaged"]
+
+    assert finding.severity == "error"
+    assert problem in finding.message
+    assert report.verdict == "findings"
 
     path.unlink()
-    assert notes(output) == []
+    assert api.check(output).verdict == "ok"
     assert api.check(output).verified_nbytes == 0
+
+
+def test_a_manifest_of_another_version_is_a_note(output):
+    path = output / NAME
+    path.write_bytes(path.read_bytes().replace(b"restride-manifest/2", b"restride-manifest/3"))
+
+    (note,) = notes(output)
+
+    assert note.severity == "note"
+    assert "this version reads" in note.message
 
 
 def test_a_manifest_of_other_files_is_a_note(output):

@@ -229,8 +229,9 @@ def find_manifest(catalog: Catalog) -> FoundManifest | Finding | None:
     """The manifest that a checkpoint was written with.
 
     Returns:
-        None where there is none: most checkpoints have none. A note where it says nothing of this
-        checkpoint, because it was edited, or because another one was saved into the same folder.
+        None where there is none: most checkpoints have none. An error where it is damaged or was
+        edited; a note where it says nothing of this checkpoint, because another version wrote it or
+        another checkpoint was saved into the same folder.
     """
     root = Path(catalog.root)
     for folder in (root, root.parent):
@@ -240,10 +241,10 @@ def find_manifest(catalog: Catalog) -> FoundManifest | Finding | None:
         prefix = "" if folder == root else f"{root.name}/"
         try:
             found = FoundManifest(folder, _read_manifest(path), prefix)
-        except OSError as error:
-            return _note(f"{MANIFEST_NAME} cannot be read ({error.strerror})")
-        except (FormatError, UnsupportedError) as error:
+        except UnsupportedError as error:
             return _note(str(error))
+        except (OSError, FormatError) as error:
+            return _unreadable(error)
         if {prefix + file.name for file in catalog.files}.isdisjoint(found.files):
             if folder == root:
                 return _note(f"{MANIFEST_NAME} is of other files than those of this checkpoint")
@@ -252,9 +253,20 @@ def find_manifest(catalog: Catalog) -> FoundManifest | Finding | None:
     return None
 
 
+_UNUSED: Final = "the bytes are not held against what was written"
+
+
 def _note(problem: str) -> Finding:
-    message = f"{problem}; the bytes are not held against what was written"
-    return Finding("note", "manifest-unused", message, MANIFEST_NAME)
+    return Finding("note", "manifest-unused", f"{problem}; {_UNUSED}", MANIFEST_NAME)
+
+
+def _unreadable(error: OSError | FormatError) -> Finding:
+    # What damaged it, as a loss of power does without a sync, may have damaged the rest.
+    problem = str(error)
+    if isinstance(error, OSError):
+        problem = f"{MANIFEST_NAME} cannot be read ({error.strerror})"
+    message = f"{problem}; {_UNUSED}: convert again, or remove it if the rest is known to be sound"
+    return Finding("error", "manifest-damaged", message, MANIFEST_NAME)
 
 
 def check_manifest(
