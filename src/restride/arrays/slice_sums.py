@@ -110,8 +110,8 @@ def find_moves(a: SliceSums, b: SliceSums) -> Moves | None:
         >>> a, b = SliceSums((4, 2), 2), SliceSums((4, 2), 2)
         >>> a.add(0, np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.uint16))
         >>> b.add(0, np.array([[5, 6], [7, 8], [3, 4], [1, 2]], np.uint16))
-        >>> find_moves(a, b)
-        Moves(along='rows', block=1, run_count=3, runs=((0, 2, 2), (2, 1, 1), (3, 0, 1)))
+        >>> find_moves(a, b).runs
+        ((0, 2, 2), (2, 1, 1), (3, 0, 1))
     """
     found = _moved("rows", a.rows, b.rows) or _moved("columns", a.columns, b.columns)
     if found is not None:
