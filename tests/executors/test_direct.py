@@ -425,9 +425,9 @@ def test_without_a_sync_the_disk_is_told_to_begin_with_every_large_block_of_a_la
 ):
     monkeypatch.setattr(journaled, "_UNSTARTED_NBYTES", unstarted_nbytes)
     monkeypatch.setattr(journaled, "available_nbytes", lambda: available_nbytes)
-    unstarted_nbytes = max(unstarted_nbytes, available_nbytes // 8)
-    is_told = not is_durable and least_nbytes <= 1 << 16 and unstarted_nbytes < 1 << 30
     catalog, plan, sizes, full = wide(tmp_path, dim=0)
+    is_large = full.nbytes > max(2 * unstarted_nbytes, available_nbytes // 8)
+    is_told = not is_durable and least_nbytes <= 1 << 16 and is_large
     monkeypatch.setattr(blocks, "BLOCK_NBYTES", 1 << 16)
     monkeypatch.setattr(journaled, "BLOCK_NBYTES", 1 << 16)
     monkeypatch.setattr(journaled, "_STARTED_NBYTES", 1)

@@ -44,11 +44,12 @@ _SYNC_SECONDS: Final = 5.0
 _STARTED_NBYTES: Final = 64 << 20
 # Less is not worth a call, and so many small files are not opened again for it.
 _LEAST_STARTED_NBYTES: Final = 1 << 20
-# The disk does not hold up so many bytes at the end: most systems let them wait in any case, and
-# Linux a seventh of the memory that is available. A call takes processor time, and a tenth of a
-# second where the disk is busy.
+# The disk does not hold up so many bytes at the end: most systems let them wait in any case, and a
+# call may take a tenth of a second where the disk is busy.
 _UNSTARTED_NBYTES: Final = 512 << 20
-_UNSTARTED_SHARE: Final = 8
+# Nor an output that may wait as a whole: Linux lets a seventh of the memory that is available. Of a
+# larger one the disk is told from the start.
+_WAITING_SHARE: Final = 8
 
 
 class JournaledWriter:
@@ -85,9 +86,9 @@ class JournaledWriter:
         self._is_durable = place.files.is_durable
         self._sync_nbytes = sync_nbytes
         self._left_nbytes = blocks.left_nbytes()
-        unstarted = max(_UNSTARTED_NBYTES, available_nbytes() // _UNSTARTED_SHARE)
-        starts = not self._is_durable and self._left_nbytes > unstarted
-        self._starting_nbytes = unstarted if starts else self._left_nbytes
+        waiting = max(2 * _UNSTARTED_NBYTES, available_nbytes() // _WAITING_SHARE)
+        starts = not self._is_durable and self._left_nbytes > waiting
+        self._starting_nbytes = _UNSTARTED_NBYTES if starts else self._left_nbytes
         self._waking_nbytes = min(sync_nbytes, _STARTED_NBYTES) if starts else sync_nbytes
         self._done: list[Block] = []
         self._done_nbytes = 0
