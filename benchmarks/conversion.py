@@ -26,7 +26,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measure import Usage, measure
+from measure import Usage, measure, read_again, touch_memory
 
 PEER = (
     "from deepspeed.checkpoint.ds_to_universal import main, parse_arguments;"
@@ -123,20 +123,6 @@ def throw_away(out: Path, old: Path) -> None:
     old.mkdir(exist_ok=True)
     out.rename(old / str(len(list(old.iterdir()))))
     os.sync()
-
-
-def touch_memory(nbytes: int) -> None:
-    """Have the machine get so much memory, and free it for who comes next."""
-    subprocess.run([sys.executable, "-c", f"import numpy; numpy.ones({nbytes}, 'u1')"], check=True)
-
-
-def read_again(folder: Path) -> None:
-    """Have the page cache hold all files of a folder."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb", buffering=0) as file:
-                while file.read(1 << 20):
-                    pass
 
 
 def first_byte_s(source: Path, out: Path, *options: str) -> float:

@@ -45,6 +45,20 @@ def measure(command: list[str], environment: dict[str, str] | None = None) -> Us
     return Usage(**json.loads(done.stdout.splitlines()[-1]))
 
 
+def touch_memory(nbytes: int) -> None:
+    """Have the machine get so much memory, and free it for who comes next."""
+    subprocess.run([sys.executable, "-c", f"import numpy; numpy.ones({nbytes}, 'u1')"], check=True)
+
+
+def read_again(folder: Path) -> None:
+    """Have the page cache hold all files of a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(1 << 20):
+                    pass
+
+
 def _io() -> tuple[int, int]:
     lines = Path("/proc/self/io").read_text().splitlines()
     fields = dict(line.split(": ") for line in lines)

@@ -4,8 +4,9 @@
 
 The tensor is a parameter of so many GiB in float32, cut in columns over two tensor-parallel ranks
 in DeepSpeed's files without ZeRO, so that nothing of it stands together. It goes out whole, as it
-is and rounded to bfloat16. The peak is that of the whole process; the first line is the interpreter
-with what a conversion imports.
+is and rounded to bfloat16. Memory is touched and the input read before each run, as in
+`conversion.py`. The peak is that of the whole process; the first line is the interpreter with what
+a conversion imports.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 from collections import OrderedDict
 from pathlib import Path
 
-from measure import Usage, measure
+from measure import Usage, measure, read_again, touch_memory
 from synthetic import COLUMNS, model_state, shard_shape
 
 BUDGETS = ("64MB", "128MB", "256MB", "1GB")
@@ -61,6 +62,8 @@ def main() -> None:
         for _ in range(a.rounds):
             for dtype in ("float32", "bfloat16"):
                 for budget in BUDGETS:
+                    touch_memory(int(a.gib * 2**30 * 5 / 4))
+                    read_again(source)
                     usage = measure([*command, "--dtype", dtype, "--memory", budget])
                     results.setdefault((dtype, budget), []).append(usage)
                     shutil.rmtree(out)

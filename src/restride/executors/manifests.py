@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 _MOST_TOLD: Final = 3
+_UNUSED: Final = "the bytes are not held against what was written"
 # So that the file stays readable, and below what a reader of JSON takes.
 _MOST_BLOCKS: Final = 1 << 16
 
@@ -251,9 +252,6 @@ def find_manifest(catalog: Catalog) -> FoundManifest | Finding | None:
             return None
         return found
     return None
-
-
-_UNUSED: Final = "the bytes are not held against what was written"
 
 
 def _note(problem: str) -> Finding:
