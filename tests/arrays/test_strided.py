@@ -234,6 +234,36 @@ def test_runs_of_whole_lines_that_no_cache_holds_are_scattered(kernels, run, off
     assert not around[start + target.nbytes :].any()
 
 
+@pytest.mark.parametrize("run", [1024, 1024 + 24, 2048 + 1, 5000])
+@pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (0, 16), (24, 63)])
+@pytest.mark.parametrize("between", [0, 64, 100])
+def test_runs_with_gaps_that_no_cache_holds_are_gathered_at_any_place(
+    kernels, run, offsets, between
+):
+    """One behind the other, whose last and first bytes share a line, or apart."""
+    count, parts = -(-(5 << 20) // run), 2
+    pitch = (run + between) * count + 40
+    around = np.zeros(parts * pitch + 192, np.uint8)
+    start = -around.ctypes.data % 64 + offsets[1]
+    target = around[start : start + parts * pitch]
+    content = memory(parts * count * 4 * run + 128, 11, 0)
+    begin = -content.ctypes.data % 64 + offsets[0]
+    source = content[begin : begin + parts * count * 4 * run]
+    loops = [(parts, count * 4 * run, pitch), (count, 4 * run, run + between)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kernel, "KERNEL", kernels[-1])
+        assert copy_at(source.ctypes.data, target.ctypes.data, loops, run)
+
+    for part, written in enumerate(target.reshape(parts, pitch)):
+        rows = written[: pitch - 40].reshape(count, run + between)
+        assert np.array_equal(rows[:, :run], source.reshape(parts, count, 4, run)[part, :, 0])
+        assert not rows[:, run:].any()
+        assert not written[pitch - 40 :].any()
+    assert not around[:start].any()
+    assert not around[start + target.nbytes :].any()
+
+
 @pytest.mark.parametrize("run", [16 << 10, (16 << 10) + 24, (5 << 20) + 1, (17 << 20) + 1])
 @pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (0, 63), (40, 8)])
 def test_long_runs_that_no_cache_holds_are_copied_from_any_place_to_any(kernels, run, offsets):

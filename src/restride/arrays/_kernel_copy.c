@@ -31,6 +31,9 @@ enum {
     /* Bytes that no cache near the core holds: whole lines are written past it, since they would be
      * gone before anybody reads them, and need not be read before they are written. */
     LARGE_NBYTES = 8 << 20,
+    /* Runs with gaps from this length gain by it as well, where each line is fetched so early. */
+    LEAST_GAPPED = 1024,
+    STREAMED_AHEAD_NBYTES = 2048,
     /* Nor do two of these fit into the largest one: so are runs at any place, from this length. */
     HUGE_NBYTES = 16 << 20,
     LEAST_STREAMED = 16 << 10,
@@ -127,19 +130,31 @@ static void move_long_runs(uint8_t *target, const uint8_t *source, axis_t outer,
         }
 }
 
-/* Runs whose whole lines are written past the cache. What is left of a line at either end is not:
- * they fill lines, or are longer than one. */
+/* Runs of a line and more, of which whole lines are written past the cache. A line in which one run
+ * ends and the next one begins is put together first; what is left of others is not written past it. */
 static void stream_runs(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
                         int64_t nbytes) {
-    for (int64_t i = 0; i < outer.extent; i++)
+    uint8_t edge[LINE] __attribute__((aligned(LINE)));
+    int is_dense = inner.target == nbytes, has_gaps = inner.source != nbytes;
+    int64_t runs = STREAMED_AHEAD_NBYTES / nbytes, rest = STREAMED_AHEAD_NBYTES % nbytes;
+    for (int64_t i = 0; i < outer.extent; i++) {
+        int64_t kept = 0; /* bytes of the run before, at the front of `edge` */
         for (int64_t j = 0; j < inner.extent; j++) {
             uint8_t *to = target + i * outer.target + j * inner.target;
             const uint8_t *from = source + i * outer.source + j * inner.source;
+            const uint8_t *ahead = from + runs * inner.source + rest;
             int64_t at = (int64_t)(-(uintptr_t)to % LINE);
-            memcpy(to, from, (size_t)at);
-            for (; at + LINE <= nbytes; at += LINE) store_line(to + at, from + at, 1);
-            memcpy(to + at, from + at, (size_t)(nbytes - at));
+            memcpy(kept ? edge + kept : to, from, (size_t)at);
+            if (kept) store_line(to - kept, edge, 1);
+            for (; at + LINE <= nbytes; at += LINE) {
+                if (has_gaps && at + rest < nbytes) __builtin_prefetch(ahead + at);
+                else if (has_gaps) __builtin_prefetch(ahead + at + inner.source - nbytes);
+                store_line(to + at, from + at, 1);
+            }
+            kept = is_dense && j + 1 < inner.extent ? nbytes - at : 0;
+            memcpy(kept ? edge : to + at, from + at, (size_t)(nbytes - at));
         }
+    }
 }
 
 static void lines(uint8_t *target, const uint8_t *source, axis_t outer, axis_t inner,
@@ -328,11 +343,13 @@ static void choose_tiles(nest_t *nest) {
     nest->is_tiled = 1;
 }
 
-/* Whether runs are written past the cache: long ones, and those that fill whole lines and are read in
- * sequence. */
+/* Whether runs are written past the cache: long ones, and those that fill whole lines, alone or one
+ * behind the other, and are read in sequence or with gaps that are worth it. */
 static int is_streamed(const nest_t *nest, const uint8_t *target, axis_t outer, axis_t inner) {
     if (nest->all_nbytes >= HUGE_NBYTES && nest->nbytes >= LEAST_STREAMED) return 1;
-    return nest->all_nbytes >= LARGE_NBYTES && inner.source == nest->nbytes &&
+    if (nest->all_nbytes < LARGE_NBYTES) return 0;
+    if (nest->nbytes >= LEAST_GAPPED && inner.target == nest->nbytes) return 1;
+    return (inner.source == nest->nbytes || nest->nbytes >= LEAST_GAPPED) &&
            !(((uintptr_t)target | (uintptr_t)outer.target | (uintptr_t)inner.target |
               (uintptr_t)nest->nbytes) % LINE);
 }
