@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import restride
 from restride.arrays.casts import cast
@@ -206,6 +207,37 @@ def test_a_file_that_changes_while_it_is_read_is_told_of(tmp_path, change):
 
         with pytest.raises(ExecutionError, match="changed while it was read"):
             reader.require_unchanged()
+
+
+def test_a_file_that_takes_the_place_of_one_with_its_time_is_told_of(tmp_path):
+    path, other = tmp_path / "model.safetensors", tmp_path / "other"
+    header = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
+    other.write_bytes(path.read_bytes()[:-1] + b"x")
+    status = path.stat()
+    with FilePool() as pool:
+        reader = CatalogReader(restride.open(path), pool)
+        os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+        other.rename(path)
+
+        with pytest.raises(ExecutionError, match="changed while it was read"):
+            reader.require_unchanged()
+
+
+@pytest.mark.parametrize("change", [(0, 0, 1), (0, 1, 0)])
+def test_a_file_with_another_number_or_another_link_is_the_same(tmp_path, change):
+    """Network file systems number files anew, and backups link to them."""
+    path = tmp_path / "model.safetensors"
+    header = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
+    catalog = restride.open(path)
+    (file,) = catalog.files
+    assert file.stamp is not None
+    stamp = tuple(now + more for now, more in zip(file.stamp, change, strict=True))
+    with FilePool() as pool:
+        before = replace(catalog, files=(replace(file, stamp=stamp),))
+
+        CatalogReader(before, pool).require_unchanged()
 
 
 def test_a_dtype_nobody_can_cast_to_is_refused_with_those_that_can(tmp_path):

@@ -42,13 +42,13 @@ class FileEntry(Frozen):
     Attributes:
         name: Path below the root of the checkpoint, with forward slashes.
         nbytes: Size in bytes when the catalog was made.
-        stamp: What was told of the file by the system when its header was read, and is something
-            else after a write or a replacement; None where nobody asked.
+        stamp: When it was written, when anything about it was changed, and its number, as the
+            system told when its header was read; None where nobody asked.
     """
 
     name: str
     nbytes: int
-    stamp: tuple[int, int] | None = None
+    stamp: tuple[int, int, int] | None = None
 
 
 class Region(Frozen):

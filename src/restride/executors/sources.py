@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.errors import ExecutionError
 from restride.storage.machine import core_count, memory_limit_nbytes
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from restride.storage.ranges import FilePool, Lease
 
 __all__ = ["CatalogReader", "default_budget_nbytes", "default_workers"]
+
+# Size, time of the last write, time of the last change of anything about it, number.
+_Stamp: TypeAlias = tuple[int, int, int, int]
 
 _MOST_WORKERS: Final = 4
 _DEFAULT_BUDGET_NBYTES: Final = 512 << 20
@@ -52,7 +55,7 @@ class CatalogReader:
         """
         for path, nbytes, before in zip(self._paths, self._sizes, self._stamps, strict=True):
             after = _stamp(path)
-            if after is None or after != before or after[0] != nbytes:
+            if not _is_same(before, after, nbytes):
                 raise ExecutionError(
                     "the file changed while it was read",
                     where=path,
@@ -60,13 +63,23 @@ class CatalogReader:
                 )
 
 
-def _stamp(path: str) -> tuple[int, int, int] | None:
-    """What is different after a write, or after another file took the place of this one."""
+def _stamp(path: str) -> _Stamp | None:
     try:
         status = os.stat(path)  # noqa: PTH116
     except OSError:
         return None
-    return status.st_size, status.st_mtime_ns, status.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def _is_same(before: _Stamp | None, after: _Stamp | None, nbytes: int) -> bool:
+    """Whether nobody wrote into a file, and none took its place, as far as the system tells.
+
+    Some network file systems give a file another number when they look it up again, and a new link
+    to it is a change, so neither alone says anything; one that took its place has another of both.
+    """
+    if before is None or after is None or after[0] != nbytes:
+        return False
+    return before[:2] == after[:2] and (before[2] == after[2] or before[3] == after[3])
 
 
 def default_workers() -> int:

@@ -58,7 +58,7 @@ class RangeFile:
         status = os.fstat(self._descriptor)
         self.nbytes = status.st_size
         # Another one after a write, or after another file took the place of this one.
-        self.stamp = status.st_mtime_ns, status.st_ino
+        self.stamp = status.st_mtime_ns, status.st_ctime_ns, status.st_ino
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise FormatError("is not a regular file", where=self.path)

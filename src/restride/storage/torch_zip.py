@@ -50,7 +50,7 @@ class TorchFile(Frozen):
     value: Value
     storages: Mapping[str, Storage]
     records: Mapping[str, ZipRecord]
-    stamp: tuple[int, int] | None = None
+    stamp: tuple[int, int, int] | None = None
 
     @property
     def is_written_twice(self) -> bool:
