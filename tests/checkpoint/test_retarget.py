@@ -179,11 +179,17 @@ def test_whole_tensors_need_a_model_or_rules():
     )
 
 
-def test_a_model_that_is_not_known_is_refused_with_the_nearest():
-    refused("'lama2'|nearest is 'llama'", llama(1), tp=2, config={"model_type": "lama2"})
+def test_a_model_that_is_not_known_is_refused_with_presets_that_know_its_parameters():
     refused(
-        "the config does not decide it (there is no preset for model type 'lama2', the nearest is "
-        "'llama')|write a rule (--rules): rules = [{match",
+        "'lama2'; that of llama, mistral, qwen2 or 3 more cuts 5 of its 8 kinds of parameters;",
+        llama(1),
+        tp=2,
+        config={"model_type": "lama2"},
+    )
+    refused(
+        "the config does not decide it (there is no preset for model type 'lama2'; that of llama, "
+        "mistral, qwen2 or 3 more cuts 5 of its 8 kinds of parameters)|write a rule (--rules): "
+        "rules = [{match",
         llama(2),
         tp=4,
         config={"model_type": "lama2"},
@@ -195,7 +201,7 @@ def test_a_plan_of_a_model_that_is_not_known_is_refused(ranks):
     """The cut that there is may be that of a plan, and does not say so."""
     config = LLAMA | {"model_type": "lama2"}
 
-    refused("'lama2'|nearest is 'llama'", llama(ranks), tp=2, config=config, plan=False)
+    refused("'lama2'; that of llama", llama(ranks), tp=2, config=config, plan=False)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

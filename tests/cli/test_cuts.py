@@ -209,7 +209,7 @@ def test_a_user_may_follow_the_plan_against_the_checkpoint(checkpoint: Path) -> 
         ('{"model_type": "codegen", "a": NaN}', "NaN"),
         ('{"model_type": "codegen", "a": ' + "[" * 9999 + "]" * 9999 + "}", "nested too deep"),
         ('{"model_type": "codegen", "n_head": "16"}', "'n_head' is '16'"),
-        ('{"model_type": "codgen"}', "the nearest is 'codegen'"),
+        ('{"model_type": "codgen"}', "no preset for model type 'codgen'; that of codegen cuts "),
         ('{"model_type": "llama"}', "the config is of another model"),
         (" " * (16 << 20) + "{}", "larger than the limit of 16777216 bytes"),
     ],

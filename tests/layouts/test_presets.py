@@ -126,8 +126,8 @@ def test_multi_query_attention_has_one_head_where_the_config_does_not_say():
     [
         ({}, "names no 'model_type';"),
         ({"model_type": 5}, "names no 'model_type', found 5"),
-        ({"model_type": "lama2"}, "'lama2'|the nearest is 'llama'|rules = [{match"),
-        ({"model_type": "xyz"}, "no preset for model type 'xyz'; write a rule file"),
+        ({"model_type": "lama2"}, "'lama2'; that of llama, mistral, qwen2 or 6 more|[{match"),
+        ({"model_type": "gpt_oss"}, "for model type 'gpt_oss'; that of llama, mistral, qwen2 or"),
         ({"model_type": "gpt2"}, "refuses GPT-2|rule file"),
         (LLAMA | {"num_key_value_heads": "4"}, "'num_key_value_heads' is '4'"),
         (LLAMA | {"num_key_value_heads": 0}, "is 0, a positive integer"),

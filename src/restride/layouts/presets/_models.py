@@ -38,7 +38,12 @@ def known_models() -> tuple[str, ...]:
     return tuple(FAMILIES)
 
 
-def find_family(config: Mapping[str, object]) -> Family:
+def find_family(config: Mapping[str, object], names: Collection[str] = ()) -> Family:
+    """Find the preset for the model that a config names; names of parameters tell what is like it.
+
+    The name of a model tells nothing of the kind: GPT-OSS has the layers of Llama, and not those of
+    GPT-NeoX.
+    """
     model_type = config.get("model_type")
     if type(model_type) is not str:
         found = "" if model_type is None else f", found {model_type!r}"
@@ -48,12 +53,8 @@ def find_family(config: Mapping[str, object]) -> Family:
         )
     family = FAMILIES.get(model_type.lower())
     if family is None:
-        from difflib import get_close_matches  # noqa: PLC0415 - only where a name is wrong
-
-        near = get_close_matches(model_type.lower(), FAMILIES, n=1)
-        nearest = f", the nearest is {near[0]!r}" if near else ""
         raise RuleError(
-            f"there is no preset for model type {model_type!r}{nearest}",
+            f"there is no preset for model type {model_type!r}{_known_of(names)}",
             remedy=how_to_write("model.layers.0.self_attn.o_proj.weight"),
         )
     return family
@@ -88,6 +89,18 @@ def nearest_models(names: Iterable[str]) -> tuple[str, ...]:
     scores = count_kinds(names)
     most = max(scores.values())
     return tuple(model for model, score in scores.items() if score == most) if most else ()
+
+
+def _known_of(names: Collection[str]) -> str:
+    """How much of a model the presets know that know the most of it."""
+    nearest = nearest_models(names)
+    if not nearest:
+        return ""
+    kinds = {name_pattern(name) for name in names}
+    return (
+        f"; that of {shown_models(nearest)} cuts {count_kinds(names)[nearest[0]]} of its "
+        f"{counted(len(kinds), 'kind')} of parameters"
+    )
 
 
 def shown_models(models: Sequence[str]) -> str:

@@ -93,7 +93,7 @@ def autotp_cuts(
     """
     target = find_mesh_axis(mesh, axis)
     sizes = {name: as_shape(shape) for name, shape in shapes.items()}
-    family = find_family(config)
+    family = find_family(config, sizes)
     if target.size == 1:
         return {}
     rules = choose_rules(family, plan=plan)

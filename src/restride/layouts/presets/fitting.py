@@ -45,7 +45,7 @@ def require_model_of(config: Mapping[str, object], shapes: Mapping[str, Sequence
         RuleError: The preset of another model cuts more of them, the preset cuts none, or the
             sizes in the config are not theirs; or the config names no model that is known.
     """
-    family = find_family(config)
+    family = find_family(config, shapes)
     nearest = nearest_models(shapes) if family.names is not None and shapes else ()
     if family.names is not None and shapes and not nearest:
         raise knows_none(family, shapes)

@@ -85,7 +85,7 @@ class ShardCuts:
             self._config = dict(config)
             if not isinstance(config.get("tie_word_embeddings"), bool):
                 self._config["tie_word_embeddings"] = not any(map(is_head, names))
-            self._preset = f"preset {find_family(config).model_type}"
+            self._preset = f"preset {find_family(config, names).model_type}"
         self._known: dict[tuple[str | None, str, tuple[Shape, ...]], Matched] = {}
 
     def find(self, name: str, shapes: Sequence[Shape]) -> Matched:
