@@ -126,8 +126,9 @@ def test_a_state_of_another_shape_is_kept_as_a_tensor_and_noted(tmp_path: Path) 
 
     assert names(catalog) == ["w", "w/exp_avg_sq_row"]
     assert list(catalog.tensors[0].states) == ["weight", "exp_avg"]
-    (finding,) = catalog.findings
+    finding, by_name = catalog.findings
     assert (finding.severity, finding.kind) == ("note", "state-shape")
+    assert by_name.message.startswith("1 tensor such as 'w/exp_avg' is read as states of an")
     assert "'exp_avg_sq_row' of tensor 'w' has shape [2], the tensor [2, 3]" in finding.message
 
 
@@ -253,6 +254,40 @@ def test_beside_a_model_the_file_says_what_is_a_state(tmp_path: Path) -> None:
         "head/sum": ["weight", "fp32"],
         "head": ["weight"],
     }
+
+
+def test_a_tensor_and_a_state_of_another_shape_may_not_share_a_name(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", w=(2, 3), w__hessian=(4,))
+    write_file(tmp_path / "optimizer.safetensors", w__hessian=(2, 2))
+
+    with pytest.raises(CorruptError, match=r"tensor 'w/hessian': a state of tensor 'w' of another"):
+        read_catalog(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["", "model.safetensors"])
+def test_no_key_of_a_model_is_a_state(tmp_path: Path, path: str) -> None:
+    write_file(tmp_path / "model.safetensors", a=(6,), a__step=(6,), b__sum=(2,))
+
+    catalog = read_catalog(tmp_path / path)
+
+    assert names(catalog) == ["a", "a/step", "b/sum"]
+    assert all(list(tensor.states) == ["weight"] for tensor in catalog.tensors)
+    assert not catalog.findings
+
+
+@pytest.mark.parametrize("name", ["part.safetensors", "models.safetensors"])
+def test_states_that_nothing_but_their_names_tells_of_are_noted(tmp_path: Path, name: str) -> None:
+    write_file(tmp_path / name, a=(6,), a__step=(6,), b__sum=(2,))
+
+    catalog = read_catalog(tmp_path)
+
+    assert {tensor.name: list(tensor.states) for tensor in catalog.tensors} == {
+        "a": ["weight", "step"],
+        "b": ["sum"],
+    }
+    (finding,) = catalog.findings
+    assert (finding.severity, finding.kind) == ("note", "states-by-name")
+    assert "2 tensors such as 'a/step' are read as states of an optimizer" in finding.message
 
 
 def test_a_second_state_of_one_name_is_refused(tmp_path: Path) -> None:

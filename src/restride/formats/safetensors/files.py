@@ -48,8 +48,9 @@ class FileSet(Frozen):
         index: Which file each tensor is in, or None where no index says so.
         index_name: Name of the index file; empty without one.
         total_nbytes: Bytes of all tensors as the index states it, if it does.
-        is_of_optimizer: Whether they hold states, where there are files of a model beside files of
-            its optimizer, as `restride convert` writes them; None where nothing says it.
+        is_of_optimizer: Whether they hold states: files that are called a model hold none, and
+            those of an optimizer beside them nothing else, as `restride convert` writes them. None
+            where the name says nothing.
     """
 
     names: tuple[str, ...]
@@ -84,8 +85,10 @@ def list_files(path: str | PathLike[str]) -> Listing:
     place = Path(path)
     if not place.is_dir():
         if place.name.endswith(INDEX_SUFFIX):
-            return Listing(place.parent, (_indexed(place),))
-        return Listing(place.parent, (FileSet((place.name,)),))
+            return _named(place, place.name.removesuffix(INDEX_SUFFIX), _indexed(place))
+        stem = place.name.removesuffix(SUFFIX)
+        shard = _SHARD.fullmatch(stem)
+        return _named(place, shard["stem"] if shard else stem, FileSet((place.name,)))
     try:
         names = sorted(entry.name for entry in place.iterdir() if not entry.name.startswith("."))
     except OSError as error:
@@ -96,15 +99,20 @@ def list_files(path: str | PathLike[str]) -> Listing:
     ignored: list[str] = []
     if _MODEL_STEM in sets:
         ignored = sorted(name for stem in sets.keys() - _OWN_STEMS for name in sets[stem].names)
-        sets = {stem: found for stem, found in sets.items() if stem in _OWN_STEMS}
-        if _OPTIMIZER_STEM in sets:
-            sets = {
-                stem: replace(found, is_of_optimizer=stem == _OPTIMIZER_STEM)
-                for stem, found in sets.items()
-            }
+        sets = {
+            stem: replace(found, is_of_optimizer=stem == _OPTIMIZER_STEM)
+            for stem, found in sets.items()
+            if stem in _OWN_STEMS
+        }
     taken = {name for found in sets.values() for name in found.names}
     ignored += [name for name in names if name.endswith(SUFFIX) and name not in {*taken, *ignored}]
     return Listing(place, tuple(sets.values()), _ignored(ignored))
+
+
+def _named(place: Path, stem: str, found: FileSet) -> Listing:
+    """What a path to a file means."""
+    is_of_optimizer = False if stem == _MODEL_STEM else None
+    return Listing(place.parent, (replace(found, is_of_optimizer=is_of_optimizer),))
 
 
 def _sets_by_stem(folder: Path, names: Iterable[str]) -> dict[str, FileSet]:

@@ -25,7 +25,7 @@ from restride.storage.typed_json import parse_typed
 from restride.wording import counted, which
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from os import PathLike
     from pathlib import Path
 
@@ -43,8 +43,8 @@ _MAIN_STATES: Final = ("weight", "fp32")
 def read_catalog(path: str | PathLike[str]) -> Catalog:
     """Find out what is in a safetensors file, an index, or a folder of them.
 
-    Keys of the form ``PARAMETER/STATE`` become states of the parameter. A ``state.json`` beside the
-    model gives the values that are no tensors.
+    Keys of the form ``PARAMETER/STATE`` become states of the parameter, but in files of a model. A
+    ``state.json`` beside the model gives the values that are no tensors.
 
     Args:
         path: A file, a ``*.safetensors.index.json``, or a folder.
@@ -66,6 +66,8 @@ def read_catalog(path: str | PathLike[str]) -> Catalog:
     for found in listing.sets:
         collected.add(found)
     tensors = _group(collected)
+    if collected.split:
+        collected.findings.append(_states_by_name([*collected.split.values()]))
     values: dict[str, object] = {}
     if (listing.root / _VALUES_NAME).is_file() and listing.root.samefile(path):
         values.update(_read_values(listing.root / _VALUES_NAME))
@@ -92,6 +94,7 @@ class _Collected(Struct):
         names: File of each.
         metadata: Texts of each file that has any.
         findings: What was noticed.
+        split: Key of each state of which nothing but the key says that it is one.
     """
 
     root: Path
@@ -100,6 +103,7 @@ class _Collected(Struct):
     names: dict[tuple[str, str], str] = field(default_factory=dict)
     metadata: dict[str, Mapping[str, str]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    split: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, found: FileSet) -> None:
         """Read the headers of files that belong together, and compare them with their index."""
@@ -135,6 +139,8 @@ class _Collected(Struct):
             self.metadata[name] = header.metadata
         for tensor in header.tensors:
             key = split_state(tensor.name, is_state=is_of_optimizer)
+            if is_of_optimizer is None and key[0] != tensor.name:
+                self.split[key] = tensor.name
             if key in self.states:
                 raise CorruptError(
                     f"is in {self.names[key]!r} as well",
@@ -163,6 +169,12 @@ def _group(collected: _Collected) -> tuple[TensorEntry, ...]:
         kept = {state: entry for state, entry in states.items() if state not in apart}
         tensors.append(TensorEntry(name, "parameter", layout, kept))
         for state in apart:
+            collected.split.pop((name, state), None)
+            if f"{name}/{state}" in grouped:
+                raise CorruptError(
+                    f"a state of tensor {name!r} of another shape has this name as well",
+                    where=f"{collected.root}: tensor '{name}/{state}'",
+                )
             shape = states[state].layout.full_shape
             tensors.append(
                 TensorEntry(
@@ -205,6 +217,17 @@ def _wrong_total(found: FileSet, total_nbytes: int) -> Finding:
         f"{total_nbytes}",
         where=found.index_name,
         details={"stated": found.total_nbytes, "nbytes": total_nbytes},
+    )
+
+
+def _states_by_name(keys: Sequence[str]) -> Finding:
+    return Finding(
+        "note",
+        "states-by-name",
+        f"{counted(len(keys), 'tensor')} such as {keys[0]!r} {which(len(keys), 'is', 'are')} read "
+        "as states of an optimizer, by the name alone; in a file called model.safetensors all are "
+        "tensors of their own",
+        details={"tensors": len(keys), "first": keys[0]},
     )
 
 
