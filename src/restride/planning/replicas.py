@@ -79,7 +79,7 @@ def blocks_of_target(relation: Transfers, target_rank: int) -> tuple[Block, ...]
             by_lattice.setdefault(_target_lattice(way.walks[0]), []).append(way)
     numel = relation.target.shard_numel(target_rank)
     blocks = [Block(_numel(lattice), tuple(ways)) for lattice, ways in by_lattice.items()]
-    if len(blocks) > 1 and _may_touch(by_lattice):
+    if _may_touch(by_lattice):
         blocks = list(_disjoint(by_lattice, numel))
     return tuple(sorted(blocks, key=lambda block: block.ways[0].walks[0].bases))
 
@@ -164,9 +164,16 @@ def _numel(lattice: _Lattice) -> int:
 
 
 def _may_touch(lattices: Iterable[_Lattice]) -> bool:
-    """Whether different lattices may share an address, cheaply: by their bounds."""
-    spans = sorted((base, base + sum((n - 1) * s for n, s in digits)) for base, digits in lattices)
-    return any(high >= low for (_, high), (low, _) in pairwise(spans))
+    """Whether lattices may share an address, or one of them has one twice, cheaply: by bounds."""
+    spans = []
+    for base, digits in lattices:
+        reach = 0
+        for extent, stride in reversed(digits):
+            if stride <= reach:
+                return True
+            reach += (extent - 1) * stride
+        spans.append((base, base + reach))
+    return any(high >= low for (_, high), (low, _) in pairwise(sorted(spans)))
 
 
 def _disjoint(by_lattice: dict[_Lattice, list[Way]], numel: int) -> Iterator[Block]:
