@@ -61,7 +61,7 @@ def exchanged(
 ) -> Path:
     """A copy of safetensors in which some rows of two tensors changed places."""
     shutil.copytree(source, target)
-    (target / "restride.json").unlink()
+    (target / "restride.json").unlink(missing_ok=True)
     content = bytearray((target / "model.safetensors").read_bytes())
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
@@ -124,6 +124,20 @@ def test_tensors_that_changed_places_are_called_so(tmp_path: Path) -> None:
     assert f"{names[0]}, weight: in B it is what A has as {names[1]}" in lines
     assert [row["moves"]["tensor"] for row in rows] == list(names[::-1])
     assert "what A has as" not in run("diff", SAMPLE, some, "--states", "weights").out
+
+
+@pytest.mark.parametrize("other", ["transformer.wte.weight", "lm_head.weight"])
+def test_tensors_of_which_one_alone_has_what_the_other_had_are_not_called_exchanged(
+    tmp_path: Path, other: str
+) -> None:
+    """The other one has the same elements, in another order."""
+    api.convert(SAMPLE, tmp_path / "out")
+    names = "transformer.wte.weight", "lm_head.weight"
+    both = exchanged(tmp_path / "out", tmp_path / "both", *((name, slice(0, 32)) for name in names))
+    turned = exchanged(both, tmp_path / "turned", (other, slice(0, 1)), (other, slice(1, 2)))
+
+    assert "what A has as" in run("diff", SAMPLE, both, "--states", "weights").out
+    assert "what A has as" not in run("diff", SAMPLE, turned, "--states", "weights").out
 
 
 def test_names_of_which_each_has_its_own_are_told_how_they_are_matched(tmp_path: Path) -> None:

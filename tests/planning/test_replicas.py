@@ -82,10 +82,11 @@ def test_a_shard_that_holds_an_element_more_often_than_anybody_means_is_refused_
         blocks_of_target(compose(whole_layout((4,)), source), 0)
 
 
-@pytest.mark.parametrize("numel", [169, 7000])
-def test_walks_that_stand_at_an_element_too_often_are_refused_however_many_are_needed(numel):
-    """They have 7,000 steps, and reach 169 elements: counting them would not tell."""
-    axes = (Axis(70, 1, 0, 100), Axis(100, 1, 0, 1))
+@pytest.mark.parametrize("pitch", [1, 99])
+@pytest.mark.parametrize("numel", [6931, 7000])
+def test_walks_that_stand_at_an_element_too_often_are_refused_however_many_are_needed(numel, pitch):
+    """They have 7,000 steps, and reach fewer elements: counting them would not tell."""
+    axes = (Axis(70, pitch, 0, 100), Axis(100, 1, 0, 1))
     source = Layout.of({"tp": 1}, (numel,), [(7000,)], [Piece(axes)])
     relation = compose(whole_layout((numel,)), source)
 
