@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from restride.algebra.compose import compose
 from restride.algebra.layout import Layout
+from restride.algebra.mesh import as_mesh
 from restride.algebra.piece import Axis, Piece
 from restride.errors import PlanError, UnsupportedError
-from restride.layouts import replicated
+from restride.layouts import replicated, split
 from restride.planning.conversion import whole_layout
 from restride.planning.replicas import blocks_of_target
 from restride.testing.oracles import walk_addresses, walk_transfers
@@ -58,6 +59,18 @@ def test_elements_that_a_shard_holds_twice_are_named_at_each_place(source, copie
     event(f"twice: {max(walk_transfers(relation.descriptors).values(), default=0) > 1}")
 
     assert pairs_of(target, source) == walk_transfers(relation.descriptors)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=3,pp=2", "ep=2,tp=3,dp=2,pp=2", "dp=40,tp=3,pp=5"])
+def test_copies_along_several_axes_of_ranks_are_named_all_and_in_order(mesh):
+    source = split((6,), mesh=as_mesh(mesh), dim=0)
+    target = whole_layout((6,))
+
+    assert pairs_of(target, source) == walk_transfers(compose(target, source).descriptors)
+    for block in blocks_of_target(compose(target, source), 0):
+        (way,) = block.ways
+        assert len(way.ranks) == source.rank_count // 3
+        assert [*way.ranks] == sorted(way.ranks)
 
 
 def held(times: int, *, apart: int = 0) -> Layout:
