@@ -202,6 +202,20 @@ def test_a_manifest_that_is_damaged_is_an_error_and_none_is_nothing(output, spoi
     assert api.check(output).verified_nbytes == 0
 
 
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_manifest_that_is_no_file_is_an_error(output, is_link):
+    path = output / NAME
+    path.unlink()
+    if is_link:
+        path.symlink_to("elsewhere")
+    else:
+        path.mkdir()
+
+    (finding,) = [f for f in api.check(output).findings if f.kind == "manifest-damaged"]
+
+    assert finding.severity == "error"
+
+
 def test_a_manifest_of_another_version_is_a_note(output):
     path = output / NAME
     path.write_bytes(path.read_bytes().replace(b"restride-manifest/2", b"restride-manifest/3"))

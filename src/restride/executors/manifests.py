@@ -237,7 +237,7 @@ def find_manifest(catalog: Catalog) -> FoundManifest | Finding | None:
     root = Path(catalog.root)
     for folder in (root, root.parent):
         path = folder / MANIFEST_NAME
-        if not path.is_file():
+        if not os.path.lexists(path):
             continue
         prefix = "" if folder == root else f"{root.name}/"
         try:

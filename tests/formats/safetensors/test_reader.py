@@ -256,6 +256,20 @@ def test_beside_a_model_the_file_says_what_is_a_state(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("is_link", [True, False])
+def test_values_that_are_no_file_are_refused(tmp_path: Path, is_link: bool) -> None:  # noqa: FBT001
+    """As a link is to what was not fetched."""
+    write_file(tmp_path / "model.safetensors", w=(2, 3))
+    path = tmp_path / "state.json"
+    if is_link:
+        path.symlink_to("elsewhere")
+    else:
+        path.mkdir()
+
+    with pytest.raises(RestrideError, match=r"state\.json: (cannot be opened|is not a regular)"):
+        read_catalog(tmp_path)
+
+
 def test_a_tensor_and_a_state_of_another_shape_may_not_share_a_name(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", w=(2, 3), w__hessian=(4,))
     write_file(tmp_path / "optimizer.safetensors", w__hessian=(2, 2))

@@ -72,6 +72,30 @@ def test_every_state_is_that_of_the_source(tmp_path_factory, dp, tp, seed):
     assert [tensor.layout for tensor in read.tensors] == [t.layout for t in source.tensors]
 
 
+@pytest.mark.parametrize("latest", [None, "step_universal"])
+def test_a_universal_folder_that_its_latest_file_does_not_name_is_refused(made, latest):
+    """Only the weights would be seen, and nothing wrong with them."""
+    (made / "latest_universal").unlink()
+    if latest is not None:
+        (made / "latest").write_text(latest)
+
+    with pytest.raises(FormatError, match="tag 'step_universal', which is a universal") as caught:
+        api.open(made)
+    assert caught.value.remedy == f"name the folder itself, as {str(made / 'step_universal')!r}"
+    assert api.open(made / "step_universal").format == "deepspeed universal"
+
+
+def test_a_universal_folder_without_model_files_is_told_of(made):
+    for path in made.glob("step_universal/*_model_states.pt"):
+        path.unlink()
+
+    report = api.check(made)
+
+    (finding,) = [f for f in report.findings if f.kind == "missing-file"]
+    assert (finding.severity, report.verdict) == ("warning", "findings")
+    assert "no model file is there" in finding.message
+
+
 def test_states_are_whole_and_in_the_order_of_the_model(made):
     catalog = api.open(made)
 

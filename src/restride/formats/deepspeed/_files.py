@@ -123,8 +123,8 @@ def find_tag(path: Path) -> tuple[Path, str]:
     none, the only tag.
 
     Raises:
-        FormatError: There is no tag, ``latest`` names none, or several tags exist and nothing
-            says which one is meant.
+        FormatError: There is no tag, ``latest`` names none, several tags exist and nothing says
+            which one is meant, or the tag is a universal folder.
     """
     if _has_states(path):
         return path, ""
@@ -145,14 +145,29 @@ def find_tag(path: Path) -> tuple[Path, str]:
                 where=str(latest),
                 remedy=_name_one(path, tags),
             )
-        return path / tag, f"{tag}/"
+        return _sharded(path, tag)
     if len(tags) > 1:
         raise FormatError(
             f"has {len(tags)} tags and no file {_LATEST!r} that says which one is meant",
             where=str(path),
             remedy=_name_one(path, tags),
         )
-    return path / tags[0], f"{tags[0]}/"
+    return _sharded(path, tags[0])
+
+
+def _sharded(path: Path, tag: str) -> tuple[Path, str]:
+    """The folder of a tag. Of a universal one only the weights would be seen."""
+    folder = path / tag
+    if (folder / "zero" / "optimizer_state.pt").is_file() and not any(
+        map(_OPTIMIZER.fullmatch, _names(folder))
+    ):
+        raise FormatError(
+            f"has the tag {tag!r}, which is a universal folder, and no file 'latest_universal' "
+            "that names it",
+            where=str(path),
+            remedy=f"name the folder itself, as {str(folder)!r}",
+        )
+    return folder, f"{tag}/"
 
 
 def _name_one(path: Path, tags: Sequence[str]) -> str:

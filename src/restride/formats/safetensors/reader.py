@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -69,7 +70,7 @@ def read_catalog(path: str | PathLike[str]) -> Catalog:
     if collected.split:
         collected.findings.append(_states_by_name([*collected.split.values()]))
     values: dict[str, object] = {}
-    if (listing.root / _VALUES_NAME).is_file() and listing.root.samefile(path):
+    if os.path.lexists(listing.root / _VALUES_NAME) and listing.root.samefile(path):
         values.update(_read_values(listing.root / _VALUES_NAME))
     if collected.metadata:
         values["safetensors_metadata"] = collected.metadata

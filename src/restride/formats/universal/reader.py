@@ -95,6 +95,12 @@ def read_catalog(path: str | PathLike[str], opened: TorchFiles | None = None) ->
     opened = opened or TorchFiles()
     models = read_model_files(folder, below, opened)
     reader = _Reader(root, below, models, opened)
+    if models is None:
+        message = (
+            "no model file is there: weights, buffers, frozen parameters and what is no tensor are "
+            "missing, and no engine resumes from the folder without them"
+        )
+        reader.findings.append(Finding("warning", "missing-file", message))
     tensors = tuple(reader.read())
     is_partitioned = models is not None and models.is_partitioned
     return Catalog(
