@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.output import Output
     from restride.checkpoint.values import Value
     from restride.executors.events import Notice, PlanStarted
-    from restride.storage.torch_file import TorchFileLayout
+    from restride.storage.torch_file import TorchContent
 
 _WAYS = [
     Wanted("safetensors"),
@@ -107,13 +107,13 @@ def test_what_is_the_same_in_many_files_is_spelled_out_once(
     wanted: Wanted, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spelled: list[str] = []
-    lay_out = torch_output.lay_out_torch_file
+    spell = torch_output.torch_content
 
-    def counted(name: str, value: Value) -> TorchFileLayout:
+    def counted(name: str, value: Value) -> TorchContent:
         spelled.append(name)
-        return lay_out(name, value)
+        return spell(name, value)
 
-    monkeypatch.setattr(torch_output, "lay_out_torch_file", counted)
+    monkeypatch.setattr(torch_output, "torch_content", counted)
     files = _output(SAMPLE, wanted).files
 
     assert len(spelled) <= most < len(files) / 3

@@ -13,7 +13,7 @@ from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.output import Output
 from restride.checkpoint.values import Storage, StoredTensor
 from restride.errors import PlanError, UnsupportedError
-from restride.storage.torch_file import lay_out_torch_file, new_tensor
+from restride.storage.torch_file import lay_out_torch_file, name_inside, new_tensor
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.inert_values import save_value
 
@@ -54,7 +54,7 @@ def test_a_file_beyond_4_gib_has_64_bit_numbers_where_they_are_needed(tmp_path: 
     path = tmp_path / "a.pt"
     with path.open("wb") as file:  # with holes for the storages
         file.truncate(layout.file.nbytes)
-        for start, literal in layout.file.literals:
+        for start, literal in layout.file.spelled():
             file.seek(start)
             file.write(literal)
 
@@ -84,7 +84,7 @@ def test_only_streamed_storages_lack_a_checksum(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.pt") as file:
         known = {info.filename for info in file.infolist() if info.CRC}
         assert known == {
-            f"archive/{name}"
+            f"a/{name}"
             for name in (
                 "data.pkl",
                 ".format_version",
@@ -95,7 +95,7 @@ def test_only_streamed_storages_lack_a_checksum(tmp_path: Path) -> None:
         }
         for name in known:
             file.read(name)  # checks the checksum
-        assert "archive/data/0" in file.namelist()
+        assert "a/data/0" in file.namelist()
 
 
 torch = pytest.importorskip("torch")
@@ -134,7 +134,7 @@ def test_pickle_and_places_are_byte_for_byte_those_of_torch(tmp_path: Path) -> N
     (tmp_path / "torch.pt").write_bytes(content)
     read = open_torch_zip(tmp_path / "torch.pt")
 
-    layout = lay_out_torch_file("ours.pt", read.value)
+    layout = lay_out_torch_file("archive.pt", read.value)  # as torch calls a buffer
 
     pickle = read.records["data.pkl"]
     start = pickle.start_nbytes
@@ -144,20 +144,44 @@ def test_pickle_and_places_are_byte_for_byte_those_of_torch(tmp_path: Path) -> N
 
 
 @pytest.mark.interop
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a.pt", "a.b.pt", "a.", "a..pt", "..a.pt", ".a.pt", "a", "a b.pt", "a:b.pt", "a.b/c.pt"),
+        *(f"{'a' * 252}.pt", "mp_rank_00_model_states.pt", "é.pt", "é/fp32.pt"),
+    ],
+)
+def test_a_file_is_called_inside_as_torch_calls_it(tmp_path: Path, name: str) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    for folder in (theirs, ours):
+        (folder / name).parent.mkdir(parents=True)
+    torch.save([torch.arange(3)], theirs / name)
+    read = open_torch_zip(theirs / name)
+
+    save_value(ours / name, read.value, name=name)
+
+    written = open_torch_zip(ours / name)
+    assert written.saved_as == read.saved_as == name_inside(name)
+    assert written.records["data/0"].start_nbytes == read.records["data/0"].start_nbytes
+    with zipfile.ZipFile(ours / name) as file:
+        assert {record.filename.partition("/")[0] for record in file.infolist()} == {read.saved_as}
+
+
+@pytest.mark.interop
 def test_a_file_beyond_4_gib_has_the_headers_that_torch_writes(tmp_path: Path) -> None:
-    path = tmp_path / "archive.pt"  # torch calls records after the file
+    path = tmp_path / "long.name.pt"
     sizes = (1 << 20, (1 << 32) - 1, 12, (1 << 33) + 5, 7)
     with torch.serialization.skip_data():  # holes for the storages, which take no disk
         torch.save([torch.empty(n, dtype=torch.uint8) for n in sizes], path)
     read = open_torch_zip(path)
 
-    layout = lay_out_torch_file("archive.pt", read.value)
+    layout = lay_out_torch_file("long.name.pt", read.value)
 
     assert [t.storage.nbytes for t in read.value] == [*sizes]
     records = {name: record for name, record in read.records.items() if name.startswith("data/")}
     assert [start for _, start in layout.storages] == [r.start_nbytes for r in records.values()]
     with path.open("rb") as file:
-        for start, ours in layout.file.literals[1:-1]:
+        for start, ours in [*layout.file.spelled()][1:-1]:
             file.seek(start)
             assert file.read(len(ours)) == ours
 
@@ -224,7 +248,7 @@ def test_torch_reads_a_file_beyond_4_gib(tmp_path: Path) -> None:
     layout = lay_out_torch_file("a.pt", tensors)
     with (tmp_path / "a.pt").open("wb") as file:
         file.truncate(layout.file.nbytes)
-        for start, literal in layout.file.literals:
+        for start, literal in layout.file.spelled():
             file.seek(start)
             file.write(literal)
         for (storage, start), mark in zip(layout.storages, b"xyz", strict=True):

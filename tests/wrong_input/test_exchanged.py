@@ -58,6 +58,50 @@ def test_one_file_is_copied_over_another(damaged, kind):
     run.convert_refuses()
 
 
+WRITTEN = [
+    (
+        "llama_tp1dp2_z1",
+        {"to": "deepspeed", "dp": 2, "zero": 3},
+        "bf16_zero_pp_rank_{}_mp_rank_00_optim_states",
+    ),
+    ("llama_tp2_z1", {"to": "deepspeed", "zero": 0}, "mp_rank_0{}_model_states"),
+    (
+        "llama_tp1dp2_z1",
+        {"to": "deepspeed", "dp": 12, "zero": 3},
+        "zero_pp_rank_1{}_mp_rank_00_model_states",
+    ),
+    (
+        "mixtral_ep2_z1",
+        {"to": "deepspeed", "dp": 4, "ep": 4},
+        "layer_0_expert_{}_mp_rank_00_model_states",
+    ),
+    ("llama_tp2_z1", {"to": "universal"}, "mp_rank_0{}_model_states"),
+]
+
+
+@pytest.mark.parametrize(("checkpoint", "wanted", "name"), WRITTEN)
+def test_two_files_of_an_output_are_exchanged_that_lost_its_manifest(
+    damaged, tmp_path, checkpoint, wanted, name
+):
+    """Restride calls files inside as torch does."""
+    api.convert(damaged(checkpoint).folder, tmp_path / "out", **wanted)
+    (tmp_path / "out" / "restride.json").unlink()
+    names = [name.format(number) for number in (1, 0)]
+    first, second = (next(tmp_path.glob(f"out/*/{name}.pt")) for name in names)
+    assert "other-rank" not in {finding.kind for finding in api.open(tmp_path / "out").findings}
+    first.rename(tmp_path / "kept")
+    second.rename(first)
+    (tmp_path / "kept").rename(second)
+
+    found = {
+        finding.where: finding.details["saved_as"]
+        for finding in api.open(tmp_path / "out").findings
+        if finding.kind == "other-rank"
+    }
+    assert found == {first.name: second.name, second.name: first.name}
+    assert api.check(tmp_path / "out").verdict != "ok"
+
+
 def test_a_file_of_another_precision_by_its_name_is_of_the_same_rank(damaged):
     run = damaged("llama_tp1dp2_z1")
     path = run.file("zero_pp_rank_1_mp_rank_00_optim_states.pt")

@@ -31,7 +31,9 @@ class OutputFile(Frozen):
     Attributes:
         name: Path below the root of the output, with forward slashes.
         nbytes: Size in bytes.
-        literals: (first byte, content) of the parts that are fixed.
+        literals: (first byte, content) of the parts that are fixed, with blanks for the label.
+        label: What the file is called inside. Files that differ in nothing else share the literals.
+        label_places: For each literal, where in it the label stands; empty where there is no label.
 
     Raises:
         PlanError: The name would leave the root, or a literal does not fit into the file.
@@ -40,6 +42,8 @@ class OutputFile(Frozen):
     name: str
     nbytes: int
     literals: tuple[tuple[int, bytes], ...] = ()
+    label: str = ""
+    label_places: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         parts = self.name.split("/")
@@ -47,6 +51,18 @@ class OutputFile(Frozen):
             raise PlanError(f"{self.name!r} is no path below the root of the output")
         if self.nbytes < 0:
             raise PlanError(f"a file of {self.nbytes} bytes was planned", where=self.name)
+
+    def spelled(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (first byte, content) of the parts that are fixed, as they are to be written."""
+        if not self.label_places:
+            yield from self.literals
+            return
+        label = self.label.encode()
+        for (start, literal), places in zip(self.literals, self.label_places, strict=True):
+            content = bytearray(literal)
+            for place in places:
+                content[place : place + len(label)] = label
+            yield start, bytes(content)
 
 
 class OutputTensor(Frozen):

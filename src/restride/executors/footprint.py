@@ -43,6 +43,8 @@ _PARSED_FILE_NBYTES: Final = 16384
 _TARGET_NBYTES: Final = 512
 _TARGET_FILE_NBYTES: Final = 640
 _LITERAL_NBYTES: Final = 96
+# A place where the name of a file stands in its fixed bytes: a number, and its slot in a tuple.
+_PLACE_NBYTES: Final = 40
 # At the end the output is opened as a checkpoint, and the manifest is made and spelled.
 _PART_NBYTES: Final = 576
 _BLOCK_NBYTES: Final = 96
@@ -140,6 +142,8 @@ def _literal_count(output: Output) -> int:
 
 
 def _fixed_nbytes(output: Output) -> int:
-    """Bytes that are fixed; many files share theirs."""
+    """What is fixed, and where names stand in it; many files share theirs."""
     shared = {id(literal): literal for file in output.files for _, literal in file.literals}
-    return sum(map(len, shared.values()))
+    places = {id(file.label_places): file.label_places for file in output.files}
+    count = sum(len(some) for of_file in places.values() for some in of_file)
+    return sum(map(len, shared.values())) + _PLACE_NBYTES * count

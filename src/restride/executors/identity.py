@@ -162,7 +162,7 @@ def _digest_of(output: Output, plan: Plan) -> str:
 
 def _lines(output: Output, plan: Plan) -> Iterator[bytes]:
     for file in output.files:
-        yield repr((file.name, file.nbytes)).encode()
+        yield repr((file.name, file.nbytes, file.label, file.label_places)).encode()
         for start, literal in file.literals:
             yield repr((start, len(literal))).encode()
             yield literal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -67,11 +67,12 @@ def describe_files(output: Output, blocks: BlockTable, first: Record) -> Manifes
     while total > block_nbytes * _MOST_BLOCKS:
         block_nbytes *= 2
     parts: list[list[ManifestPart]] = [[] for _ in output.files]
-    digests = cache(partial(_digests, digester=Digester(), block_nbytes=block_nbytes))
+    digester = Digester()
     for file, found in zip(output.files, parts, strict=True):
-        for start, literal in file.literals:
-            if literal:  # many files have the same
-                found.append(ManifestPart(start, len(literal), digests(literal)))
+        for start, literal in file.spelled():
+            if literal:
+                digests = _digests(literal, digester, block_nbytes)
+                found.append(ManifestPart(start, len(literal), digests))
     for number, region in enumerate(blocks.regions):
         if region.nbytes:
             parts[region.target_file].append(

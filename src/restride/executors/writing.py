@@ -403,7 +403,7 @@ def _add_manifest(place: Unfinished, output: Output, blocks: BlockTable, first: 
     # Of one that is copied from a source no byte is known.
     root = place.files.path
     headers = {
-        f"{root}/{file.name}": (file.nbytes, file.literals)
+        f"{root}/{file.name}": (file.label, (file.nbytes, file.literals))
         for file in output.files
         if file.literals
     }

@@ -198,7 +198,7 @@ class OutputFiles:
             raise _failed(f"cannot be created ({error.strerror})", path) from error
         try:
             reserve(descriptor, file.nbytes)
-            for start, literal in file.literals:
+            for start, literal in file.spelled():
                 write_exact(descriptor, start, literal, where=path)
         except OSError as error:
             raise _no_room(error, path, file.nbytes) from error

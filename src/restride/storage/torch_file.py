@@ -38,9 +38,17 @@ if TYPE_CHECKING:
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import Value
 
-__all__ = ["TorchFileLayout", "lay_out_torch_file", "new_tensor"]
+__all__ = [
+    "TorchContent",
+    "TorchFileLayout",
+    "lay_out_torch_file",
+    "name_inside",
+    "new_tensor",
+    "place_torch_content",
+    "torch_content",
+]
 
-_TOP: Final = "archive"
+_UNNAMED: Final = "archive"
 _ALIGNMENT: Final = 64
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
 _CENTRAL: Final = struct.Struct("<4s6H3L5H2L")
@@ -63,6 +71,18 @@ _UNTYPED: Final = GlobalName("torch.storage", "UntypedStorage")
 _CLASSES: Final = {
     dtype: GlobalName("torch", name) for name, dtype in reversed(STORAGE_DTYPES.items())
 }
+
+
+class TorchContent(Frozen):
+    """What a file is to hold, whatever it is called.
+
+    Attributes:
+        pickle: Its value.
+        storages: Those that the pickle refers to by number, in order of first use.
+    """
+
+    pickle: bytes
+    storages: tuple[Storage, ...]
 
 
 class TorchFileLayout(Frozen):
@@ -96,6 +116,24 @@ def new_tensor(key: str, dtype: DType, shape: Shape) -> StoredTensor:
     return StoredTensor(storage, 0, tuple(shape), strides)
 
 
+def name_inside(name: str) -> str:
+    """What ``torch.save`` calls a file inside: the folder that all records are in.
+
+    It is the name of the file up to the last dot, and tells files apart that were exchanged. Torch
+    gives none to a file whose path is not ASCII, and refuses one with nothing before that dot.
+
+    Args:
+        name: Name of the file below the root of the output.
+
+    Examples:
+        >>> name_inside("step/mp_rank_00_model_states.pt"), name_inside("zero/é/fp32.pt")
+        ('mp_rank_00_model_states', 'archive')
+    """
+    last = name.rpartition("/")[2]
+    stem = last.rpartition(".")[0] if "." in last else last
+    return stem if stem and name.isascii() else _UNNAMED
+
+
 def lay_out_torch_file(name: str, value: Value) -> TorchFileLayout:
     """Describe the file that ``torch.load`` reads as `value`.
 
@@ -119,22 +157,47 @@ def lay_out_torch_file(name: str, value: Value) -> TorchFileLayout:
         >>> [start % 64 for _, start in layout.storages]
         [0]
     """
+    return place_torch_content(name, torch_content(name, value))
+
+
+def torch_content(name: str, value: Value) -> TorchContent:
+    """Spell out what a file holds: the part of `lay_out_torch_file` that does not know its name.
+
+    Args:
+        name: What errors call the file.
+        value: As for `lay_out_torch_file`.
+
+    Raises:
+        PlanError, UnsupportedError: As for `lay_out_torch_file`.
+
+    Cost:
+        O(values).
+    """
     table = _StorageTable()
     try:
         pickle = write_pickle(value, lower=table.lower)
     except RestrideError as error:
         raise error.located(name) from None
-    content = _Zip()
-    content.add("data.pkl", pickle)
-    content.add(".format_version", b"1")
-    content.add(".storage_alignment", str(_ALIGNMENT).encode())
-    content.add("byteorder", b"little")
+    return TorchContent(pickle, tuple(table.storages))
+
+
+def place_torch_content(name: str, content: TorchContent) -> TorchFileLayout:
+    """Describe the file of a name that holds what was spelled out.
+
+    Cost:
+        O(storages).
+    """
+    zipped = _Zip(name_inside(name))
+    zipped.add("data.pkl", content.pickle)
+    zipped.add(".format_version", b"1")
+    zipped.add(".storage_alignment", str(_ALIGNMENT).encode())
+    zipped.add("byteorder", b"little")
     placed = tuple(
-        (storage, content.reserve(f"data/{number}", storage.nbytes))
-        for number, storage in enumerate(table.storages)
+        (storage, zipped.reserve(f"data/{number}", storage.nbytes))
+        for number, storage in enumerate(content.storages)
     )
-    content.add("version", b"3\n")
-    return TorchFileLayout(content.file(name), placed)
+    zipped.add("version", b"3\n")
+    return TorchFileLayout(zipped.file(name), placed)
 
 
 class _StorageTable:
@@ -178,9 +241,18 @@ class _StorageTable:
 
 
 class _Zip:
-    """A zip file of stored records, some of whose contents come later."""
+    """A zip file of stored records, some of whose contents come later.
 
-    def __init__(self) -> None:
+    Args:
+        label: The folder that all records are in; blank in what is fixed.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._blank = bytes(len(label))
+        self._places: list[tuple[int, ...]] = []
+        self._pending_places: list[int] = []
+        self._directory_places: list[int] = []
         self._literals: list[tuple[int, bytes]] = []
         self._pending = bytearray()
         self._start = 0
@@ -197,8 +269,7 @@ class _Zip:
         """Add a record whose content comes later; return where it has to start."""
         start, wide = self._header(name, nbytes)
         content_start = self._at
-        self._literals.append((self._start, bytes(self._pending)))
-        self._pending.clear()
+        self._end_literal()
         self._start = content_start + nbytes
         self._end_record(name, start, nbytes, 0, wide)
         return content_start
@@ -208,6 +279,8 @@ class _Zip:
         start, nbytes = self._at, len(self._directory)
         stop = start + nbytes
         count = self._count
+        before = len(self._pending)
+        self._pending_places += [before + place for place in self._directory_places]
         self._pending += self._directory
         self._pending += _WIDE_END.pack(
             b"PK\6\6",
@@ -220,8 +293,15 @@ class _Zip:
         self._pending += _END.pack(
             b"PK\5\6", 0, 0, narrow, narrow, min(nbytes, ALL_ONES), min(start, ALL_ONES), 0
         )
+        size = self._at
+        self._end_literal()
+        return OutputFile(name, size, tuple(self._literals), self._label, tuple(self._places))
+
+    def _end_literal(self) -> None:
         self._literals.append((self._start, bytes(self._pending)))
-        return OutputFile(name, self._at, tuple(self._literals))
+        self._places.append(tuple(self._pending_places))
+        self._pending.clear()
+        self._pending_places.clear()
 
     @property
     def _at(self) -> int:
@@ -230,7 +310,7 @@ class _Zip:
     def _header(self, name: str, nbytes: int) -> tuple[int, bytes]:
         """Write the header of a record, padded so that its content starts where torch maps it."""
         start = self._at
-        encoded = f"{_TOP}/{name}".encode()
+        encoded = self._blank + f"/{name}".encode()
         wide = _wide_extra([n for n in (nbytes, nbytes, start) if n >= ALL_ONES])
         # What is stored is not known yet where torch writes this: the descriptor has it.
         early = _wide_extra(
@@ -242,6 +322,7 @@ class _Zip:
         self._pending += _LOCAL.pack(
             b"PK\3\4", 0, _flags(nbytes), 0, 0, 0, 0, 0, 0, len(encoded), len(extra)
         )
+        self._pending_places.append(len(self._pending))
         self._pending += encoded + extra
         return start, wide
 
@@ -250,7 +331,7 @@ class _Zip:
         if nbytes:
             form = _WIDE_DESCRIPTOR if wide else _DESCRIPTOR
             self._pending += form.pack(b"PK\7\10", crc32, nbytes, nbytes)
-        encoded = f"{_TOP}/{name}".encode()
+        encoded = self._blank + f"/{name}".encode()
         narrow = min(nbytes, ALL_ONES)
         self._directory += _CENTRAL.pack(
             b"PK\1\2",
@@ -258,6 +339,7 @@ class _Zip:
             *(crc32, narrow, narrow),
             *(len(encoded), len(wide), 0, 0, 0, 0, min(start, ALL_ONES)),
         )
+        self._directory_places.append(len(self._directory))
         self._directory += encoded + wide
         self._count += 1
 

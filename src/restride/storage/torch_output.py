@@ -22,7 +22,13 @@ from restride.checkpoint.output import Output, OutputFile, OutputTensor
 from restride.checkpoint.selection import COPIED, Export, Selected
 from restride.errors import PlanError, RestrideError
 from restride.layouts.replicated import replicated
-from restride.storage.torch_file import lay_out_torch_file, new_tensor
+from restride.storage.torch_file import (
+    lay_out_torch_file,
+    name_inside,
+    new_tensor,
+    place_torch_content,
+    torch_content,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.catalog import Catalog, Finding
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import Storage, StoredTensor, Value
-    from restride.storage.torch_file import TorchFileLayout
+    from restride.storage.torch_file import TorchContent, TorchFileLayout
 
 __all__ = ["FileDraft", "OutputArray", "TorchOutput"]
 
@@ -99,6 +105,7 @@ class TorchOutput:
         self._copies: list[tuple[OutputTensor, Selected]] = []
         self._proved: set[Layout] = set()
         self._literals: dict[bytes, bytes] = {}
+        self._contents: dict[Hashable, TorchContent] = {}
         self._layouts: dict[Hashable, TorchFileLayout] = {}
 
     def array(self, selected: Selected, layout: Layout) -> OutputArray:
@@ -191,11 +198,16 @@ class TorchOutput:
     def _laid_out(self, draft: FileDraft, value: Value, alike: Hashable) -> TorchFileLayout:
         if alike is None:
             return lay_out_torch_file(draft.name, value)
+        label = name_inside(draft.name)
         key = alike, tuple(draft.made)
-        known = self._layouts.get(key)
+        known = self._layouts.get((*key, len(label)))
         if known is None:
-            known = self._layouts[key] = lay_out_torch_file(draft.name, value)
-        return replace(known, file=replace(known.file, name=draft.name))
+            content = self._contents.get(key)
+            if content is None:
+                content = self._contents[key] = torch_content(draft.name, value)
+            known = place_torch_content(draft.name, content)
+            self._layouts[*key, len(label)] = known
+        return replace(known, file=replace(known.file, name=draft.name, label=label))
 
     def _shared(self, file: OutputFile) -> OutputFile:
         """The file, with the literals of earlier ones: ranks by the thousand say the same."""

@@ -42,6 +42,7 @@ class TorchFile(Frozen):
         value: What was saved, as inert values; tensors are `StoredTensor`.
         storages: The storages that tensors are views of, by key.
         records: Every record of the file, by its name without the top folder.
+        saved_as: What the file is called inside: its name without suffix, when torch wrote it.
         stamp: As of `FileEntry`.
     """
 
@@ -50,17 +51,13 @@ class TorchFile(Frozen):
     value: Value
     storages: Mapping[str, Storage]
     records: Mapping[str, ZipRecord]
+    saved_as: str
     stamp: tuple[int, int, int] | None = None
 
     @property
     def is_written_twice(self) -> bool:
         """Whether two processes wrote the file at one time, each record as one of them had it."""
         return any(record.is_written_twice for record in self.records.values())
-
-    @property
-    def saved_as(self) -> str:
-        """What the file is called inside: its name without suffix, when torch wrote it."""
-        return next(iter(self.records.values())).name.partition("/")[0]
 
 
 class TorchFiles:
@@ -70,11 +67,11 @@ class TorchFiles:
     with them, and for what is carried over. All of them get one value, which nobody may change.
 
     Args:
-        headers: For files by path all of their bytes that are of no tensor, as far as these are
-            known. Of those that have the same ones the first is read.
+        headers: For files by path what they are called inside and all other bytes that are of no
+            tensor, as far as these are known. Of those that have the same ones the first is read.
     """
 
-    def __init__(self, headers: Mapping[str, Hashable] | None = None) -> None:
+    def __init__(self, headers: Mapping[str, tuple[str, Hashable]] | None = None) -> None:
         self._opened: dict[str, TorchFile] = {}
         self._twins = Twins()
         self._headers = headers or {}
@@ -106,18 +103,18 @@ class TorchFiles:
 
     def _alike(self, name: str) -> TorchFile | None:
         """What a file holds by what was read of another one with the same header."""
-        header = self._headers.get(name)
+        saved_as, header = self._headers.get(name, ("", None))
         if header is None or header not in self._read:
             return None
         other, twin = self._read[header]
         table = StorageTable(name, other.records, {})
         with suppress(RestrideError):  # it is nested strangely deep, and read itself
             value = twin.moved_to(table)
-            return TorchFile(name, other.nbytes, value, table.storages, other.records)
+            return TorchFile(name, other.nbytes, value, table.storages, other.records, saved_as)
         return None
 
     def _remembered(self, file: TorchFile) -> TorchFile:
-        header = self._headers.get(file.path)
+        _, header = self._headers.get(file.path, ("", None))
         if header is not None:
             self._read[header] = file, Twin(file.value, file.storages)
         return file
@@ -155,7 +152,7 @@ def open_torch_zip(path: str | PathLike[str], *, limits: Limits = _DEFAULT_LIMIT
 
 def _read(file: RangeFile, limits: Limits, twins: Twins | None = None) -> TorchFile:
     _require_zip(file)
-    records = _by_name(read_zip_directory(file))
+    top, records = _by_name(read_zip_directory(file))
     if "data.pkl" not in records:
         raise FormatError("is a zip file without data.pkl, so not one of torch.save")
     if "constants.pkl" in records:
@@ -180,7 +177,7 @@ def _read(file: RangeFile, limits: Limits, twins: Twins | None = None) -> TorchF
         value = read() if twins is None else twins.value(stream, table, read)
     except RestrideError as error:
         raise error.located("data.pkl") from None
-    return TorchFile(file.path, file.nbytes, value, table.storages, records, file.stamp)
+    return TorchFile(file.path, file.nbytes, value, table.storages, records, top, file.stamp)
 
 
 def _require_zip(file: RangeFile) -> None:
@@ -196,12 +193,13 @@ def _require_zip(file: RangeFile) -> None:
         raise FormatError(f"starts with {start[:4]!r}, so it is not a file of torch.save")
 
 
-def _by_name(records: tuple[ZipRecord, ...]) -> dict[str, ZipRecord]:
-    """Names without the one top folder that all records are in."""
+def _by_name(records: tuple[ZipRecord, ...]) -> tuple[str, dict[str, ZipRecord]]:
+    """The one top folder that all records are in, and their names without it."""
     folders = {record.name.partition("/")[0] for record in records}
     if len(folders) > 1:
         raise FormatError(f"records are in {len(folders)} top folders, torch.save writes one")
-    return {record.name.partition("/")[2]: record for record in records}
+    top = next(iter(folders), "")
+    return top, {record.name.partition("/")[2]: record for record in records}
 
 
 def _short_record(file: RangeFile, records: Mapping[str, ZipRecord], name: str) -> bytes | None:

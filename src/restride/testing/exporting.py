@@ -47,7 +47,7 @@ class _Sink:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         self._handles.append(handle)
         os.truncate(handle, file.nbytes)
-        for start, literal in file.literals:
+        for start, literal in file.spelled():
             self.write_from(len(self._handles) - 1, start, memoryview(literal))
 
     def write_from(self, file: int, start_nbytes: int, buffer: memoryview, /) -> None:

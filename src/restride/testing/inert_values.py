@@ -128,18 +128,25 @@ class _Comparison:
         assert partner == (b.file, b.key), f"{where}: storages are shared differently"
 
 
-def save_value(path: Path, value: Value, contents: Mapping[str, bytes] | None = None) -> None:
+def save_value(
+    path: Path,
+    value: Value,
+    contents: Mapping[str, bytes] | None = None,
+    *,
+    name: str | None = None,
+) -> None:
     """Write a value as a torch file, storage by storage: the slow way of an executor.
 
     Args:
         path: The file.
         value: The value.
         contents: Bytes of new storages by their key; those of files are read from there.
+        name: Name of the file below its root, where that is not the folder of it.
     """
-    layout = lay_out_torch_file(path.name, value)
+    layout = lay_out_torch_file(name or path.name, value)
     with path.open("wb") as file:
         file.truncate(layout.file.nbytes)
-        for start, literal in layout.file.literals:
+        for start, literal in layout.file.spelled():
             file.seek(start)
             file.write(literal)
         for storage, start in layout.storages:

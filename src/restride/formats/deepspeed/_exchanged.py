@@ -27,7 +27,7 @@ def files_of_other_ranks(opened: TorchFiles, *, is_partitioned: bool) -> Iterato
 
     Nothing else in most of them says which rank wrote them, and the shards of all ranks have the
     same shapes: exchanged, they make a sound checkpoint of another model. A file that was saved
-    into a buffer, or by restride, is called ``archive`` inside, and says nothing.
+    into a buffer is called ``archive`` inside, and says nothing.
 
     Args:
         opened: The files of the checkpoint.
