@@ -94,6 +94,7 @@ def output_nbytes(output: Output) -> int:
         + _layouts_nbytes([tensor.layout for tensor in output.tensors])
         + _TARGET_FILE_NBYTES * len(output.files)
         + _LITERAL_NBYTES * _literal_count(output)
+        + _PLACE_NBYTES * _place_count(output)
         + _fixed_nbytes(output)
     )
 
@@ -142,8 +143,12 @@ def _literal_count(output: Output) -> int:
 
 
 def _fixed_nbytes(output: Output) -> int:
-    """What is fixed, and where names stand in it; many files share theirs."""
+    """Bytes that are fixed; many files share theirs."""
     shared = {id(literal): literal for file in output.files for _, literal in file.literals}
-    places = {id(file.label_places): file.label_places for file in output.files}
-    count = sum(len(some) for of_file in places.values() for some in of_file)
-    return sum(map(len, shared.values())) + _PLACE_NBYTES * count
+    return sum(map(len, shared.values()))
+
+
+def _place_count(output: Output) -> int:
+    """Places of names in what is fixed, shared likewise."""
+    shared = {id(file.label_places): file.label_places for file in output.files}
+    return sum(len(places) for of_file in shared.values() for places in of_file)
