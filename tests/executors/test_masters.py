@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import restride
 from restride import api
 from restride.algebra.coverage import replication
-from restride.errors import BudgetError, CorruptError, ReplicaError
+from restride.errors import BudgetError, CorruptError, ExecutionError, ReplicaError
 from restride.executors.events import NullObserver
 from restride.executors.masters import compare_masters, plan_masters, spot_check_masters
 from restride.testing.command_line import SAMPLE, run
@@ -103,6 +104,22 @@ def test_a_weight_that_was_damaged_is_found_as_well(sample):
 
     assert found.details["tensors"] == [BIAS]
     assert found.details["files"][1].endswith("mp_rank_01_model_states.pt")
+
+
+@pytest.mark.parametrize(("state", "rank"), [("weight", 1), ("fp32", 3)])
+def test_files_that_change_while_they_are_held_together_are_an_error(sample, state, rank):
+    path, _, _ = place(sample, BIAS, state, rank)
+
+    class Writing(NullObserver):
+        def on_step(self, event, /):
+            os.utime(path, ns=(event.done_steps, event.done_steps))
+
+    catalog = api.open(sample)
+    plans = plan_masters(catalog, budget_nbytes=BUDGET)
+
+    with pytest.raises(ExecutionError, match="changed while it was read") as caught:
+        compare_masters(catalog, plans, Writing())
+    assert caught.value.where == str(path)
 
 
 def test_the_file_of_another_run_is_one_finding_and_refused_by_what_takes_both(sample, tmp_path):
