@@ -21,7 +21,7 @@ _MOST_LOOKED_AT: Final = 1000
 
 _REMEDIES: Final = {
     errno.EROFS: "its file system is read-only: name another place",
-    errno.EMFILE: "raise the limit of open files (ulimit -n), or give fewer --workers",
+    errno.EMFILE: "raise the limit of open files (ulimit -n): 32 are enough",
     errno.ENFILE: "the machine has too many open files: end what keeps them, or wait for it",
     errno.ENAMETOOLONG: "give it a shorter name",
     errno.ELOOP: "its symbolic links lead in a circle: name what they should lead to",

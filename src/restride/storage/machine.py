@@ -1,9 +1,10 @@
-"""What this process may use of the machine: cores and memory, where a container limits them."""
+"""What this process may use of the machine: cores, memory and open files, as far as limits go."""
 
 from __future__ import annotations
 
 import os
 import resource
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
 
-__all__ = ["available_nbytes", "core_count", "free_nbytes", "memory_limit_nbytes", "peak_nbytes"]
+__all__ = [
+    "available_nbytes",
+    "core_count",
+    "free_descriptors",
+    "free_nbytes",
+    "memory_limit_nbytes",
+    "peak_nbytes",
+]
 
 _ROOT: Final = Path("/")
 # A cgroup of version 1 without a limit states the largest multiple of a page.
@@ -69,6 +77,26 @@ def available_nbytes(root: Path = _ROOT) -> int:
 def peak_nbytes() -> int:
     """Most memory that this process ever had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux counts in KiB
+
+
+def free_descriptors() -> int:
+    """Files that this process may open beside those that it has open.
+
+    The limit (``ulimit -n``) is taken as it is: raising it is up to who set it, and goes on to all
+    that the process starts.
+
+    Examples:
+        >>> free_descriptors() > 0
+        True
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    try:
+        opened = len([*Path("/proc/self/fd").iterdir()]) - 1  # that of the listing is closed again
+    except OSError:  # there is none left for the listing
+        return 0
+    return max(0, limit - opened)
 
 
 def free_nbytes(path: str | PathLike[str]) -> int:

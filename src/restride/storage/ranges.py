@@ -13,6 +13,7 @@ from threading import Condition, Lock
 from typing import TYPE_CHECKING, Final, Self
 
 from restride.errors import CorruptError, ExecutionError, FormatError, RestrideError
+from restride.storage.machine import free_descriptors
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FilePool", "Lease", "RangeFile", "read_exact", "write_exact"]
 
-# Well below the 256 descriptors that macOS gives a process by default.
-_DEFAULT_MAX_OPEN: Final = 64
+_MOST_OPEN: Final = 64
+# Journals, locks, and what is opened for a moment.
+_LEFT_TO_OTHERS: Final = 8
 _PAGE_NBYTES: Final = 4096
 _MOST_PAGES: Final = 4
 # Linux looks for one run of free pages for what one call writes. For a longer one it has to shift
@@ -173,13 +175,14 @@ class Lease:
 
 
 class FilePool:
-    """Keeps the files that were used last open, and never more than a fixed number.
+    """Keeps the files that were used last open, and never more than a number of them.
 
     A checkpoint may have more files than a process may open. Calls may come from any number of
     threads; where all files are in use, a call waits for the first that is free.
 
     Args:
-        max_open: Most descriptors to hold.
+        max_open: Most descriptors to hold. By default 64, and at most half of those that the
+            process has left: there is another pool for what is written.
         writable: Whether the files are opened for writing as well.
 
     Examples:
@@ -193,7 +196,10 @@ class FilePool:
         b'456'
     """
 
-    def __init__(self, *, max_open: int = _DEFAULT_MAX_OPEN, writable: bool = False) -> None:
+    def __init__(self, *, max_open: int | None = None, writable: bool = False) -> None:
+        if max_open is None:
+            share = (free_descriptors() - _LEFT_TO_OTHERS) // 2
+            max_open = max(1, min(_MOST_OPEN, share))
         if max_open < 1:
             raise ValueError(f"a pool holds at least one file, got max_open={max_open}")
         self._max_open = max_open
