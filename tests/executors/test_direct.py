@@ -25,7 +25,7 @@ from restride.checkpoint.catalog import Region
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.output import Output, OutputFile
 from restride.errors import CorruptError, ReplicaError
-from restride.executors import blocks, direct, journaled
+from restride.executors import blocks, direct, journaled, streaming
 from restride.executors.blocks import BlockTable
 from restride.executors.direct import Direct, direct_between
 from restride.executors.drift import DriftTable
@@ -72,6 +72,8 @@ def run(
     is_durable=False,
     note=lambda _: None,
     sync_nbytes=1 << 30,
+    observer=None,
+    stop=None,
 ):
     """Carry out a plan between files; return their contents and digests, and bytes read."""
     output = Output(tuple(OutputFile(f"{n}", size) for n, size in enumerate(sizes)), ())
@@ -89,8 +91,9 @@ def run(
                 plan,
                 CatalogReader(catalog, sources),
                 writer,
-                NullObserver(),
+                observer or NullObserver(),
                 lanes=table.lanes(),
+                stop=stop,
             )
     contents = [(folder / "out" / file.name).read_bytes() for file in output.files]
     digests = [tuple(table.digests(number)) for number in range(len(plan.regions))]
@@ -99,12 +102,12 @@ def run(
 
 @pytest.fixture
 def carried_out(monkeypatch):
-    """What `Direct.carry_out` said of each bundle."""
+    """What `Direct.carry_out` said of each batch."""
     said = []
     real = Direct.carry_out
 
-    def carry_out(self, bundle):
-        said.append(real(self, bundle))
+    def carry_out(self, batch):
+        said.append(real(self, batch))
         return said[-1]
 
     monkeypatch.setattr(Direct, "carry_out", carry_out)
@@ -140,7 +143,7 @@ def test_any_layout_becomes_any_other_with_the_bytes_and_digests_of_single_steps
     assert results[0] == results[1]
     assert results[0][0] == [shard.tobytes() for shard in expected_shards(target, full)]
     assert results[0][3] == 0
-    event(f"direct: {sum(said)} of {len(said)} bundles")
+    event(f"direct: {sum(said)} of {len(said)} batches")
 
 
 def wide(tmp_path, *, ranks=2, rows=512, columns=512, dim=1):
@@ -287,6 +290,60 @@ def test_copies_that_may_differ_are_written_as_the_first_one_has_them(tmp_path, 
 
     assert contents == [full.tobytes()]
     assert False in carried_out
+
+
+def test_small_steps_are_done_together_and_large_ones_alone(tmp_path, carried_out, monkeypatch):
+    steps = 1 << 6
+    with small_sizes(block_nbytes=1 << 14, streamed_nbytes=1 << 14):
+        catalog, plan, sizes, full = wide(tmp_path, dim=0)
+        contents, *_ = run(tmp_path, catalog, plan, sizes)
+        few = len(carried_out)
+        monkeypatch.setattr(streaming, "_BATCH_NBYTES", 1 << 14)
+        again = tmp_path / "again"
+        again.mkdir()
+        run(again, catalog, plan, sizes)
+
+    assert plan.step_count == steps
+    assert contents == [full.tobytes()]
+    assert few == steps / streaming._MOST_BUNDLES
+    assert len(carried_out) - few == steps
+
+
+def test_of_steps_that_are_done_together_only_those_with_a_fault_take_the_long_way(
+    tmp_path, carried_out
+):
+    catalog, plan, sizes, full = copies(tmp_path, numel=1 << 18, drifted=99_999, replicas="first")
+    steps, most = plan.step_count, streaming._MOST_BUNDLES
+
+    contents, _, read_nbytes, left = run(tmp_path, catalog, plan, sizes)
+
+    assert contents == [full.tobytes()]
+    assert (read_nbytes, left) == (3 * full.nbytes, 0)
+    assert steps > 2 * most
+    assert carried_out.count(False) == 2, "its batch, and itself"
+    assert carried_out.count(True) == -(-steps // most) - 1 + most - 1
+
+
+def test_nothing_more_of_what_was_taken_up_together_is_begun_after_a_stop(tmp_path):
+    full = np.arange(1 << 16, dtype=np.float32).view(np.uint32)
+    stored = store(whole_layout((1 << 16,)), DTYPES["float32"], full)
+    job, sizes = job_between(stored, whole_layout((1 << 16,)), DTYPES["float64"])
+    plan = plan_conversion([job], budget_nbytes=BUDGET, workers=1)
+    stop, seen = threading.Event(), []
+
+    class Stopping(NullObserver):
+        def on_step(self, event):
+            seen.append(event)
+            stop.set()
+
+    source = write_sources(tmp_path / "source", stored)
+    contents, *_ = run(tmp_path, source, plan, sizes, observer=Stopping(), stop=stop)
+
+    assert plan.step_count > 1
+    done = [event.done_nbytes for event in seen]
+    assert len(done) == 1
+    assert any(contents[0][: done[0]])
+    assert not any(contents[0][done[0] :])
 
 
 def test_files_in_memory_take_the_long_way():

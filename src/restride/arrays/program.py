@@ -1,7 +1,7 @@
 """Programs for the kernel: reads, copies, digests and writes in one call.
 
 A thread that calls the system gives the interpreter's lock away and has to get it back, at every
-read, digest and write. Where the kernel is there, a whole step is one call of it instead, and
+read, digest and write. Where the kernel is there, some steps are one call of it instead, and
 threads do not wait for one another. What it does is what `Digester`, `copy_strided` and positioned
 reads and writes do.
 """

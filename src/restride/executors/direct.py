@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from restride.arrays import _kernel
@@ -12,7 +13,7 @@ from restride.executors.sources import CatalogReader
 from restride.planning.sharing import shared_span
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from restride.executors._copying import Reader, StepBuffers, Writer
     from restride.executors.blocks import BlockPart
@@ -54,19 +55,19 @@ class Direct:
         self._writer = writer
         self._buffers = buffers
 
-    def carry_out(self, bundle: Sequence[Step]) -> bool:
-        """Read and write some steps.
+    def carry_out(self, batch: Sequence[Sequence[Step]]) -> bool:
+        """Read and write some bundles of steps.
 
         Returns:
-            Whether it was done. If not they scale or cast, replicas differ, or something went
+            Whether it was done. If not, some scale or cast, replicas differ, or something went
             wrong: then nothing is counted, and who carries them out one by one finds out what it
             is.
         """
-        if not all(map(_only_moves, bundle)):
+        if not all(map(_only_moves, chain.from_iterable(batch))):
             return False
         run = _Run(self._reader, self._writer, self._buffers)
         try:
-            run.carry_out(bundle)
+            run.carry_out(batch)
         except _CannotError:
             return False
         finally:
@@ -106,19 +107,20 @@ class _Run:
         self._noted: list[tuple[int, list[BlockPart]]] = []
         self._digests: list[int] = []
 
-    def carry_out(self, bundle: Sequence[Step]) -> None:
+    def carry_out(self, batch: Iterable[Sequence[Step]]) -> None:
         """Do all of it, and count it.
 
         Raises:
             _CannotError: It was not done.
         """
         buffers = self._buffers
-        buffers.hold(shared_span(bundle, buffers.span.nbytes), self)
-        for step in bundle:
-            if step.region.streamed_numel:
-                self._stream(step)
-            else:
-                self._fill(step)
+        for bundle in batch:
+            buffers.hold(shared_span(bundle, buffers.span.nbytes), self)
+            for step in bundle:
+                if step.region.streamed_numel:
+                    self._stream(step)
+                else:
+                    self._fill(step)
         self._run()
         digests = iter(self._digests)
         for file, parts in self._noted:

@@ -6,8 +6,9 @@ disjoint target bytes, so their order does not matter.
 
 from __future__ import annotations
 
+from itertools import chain
 from threading import Event, Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from restride.executors._copying import StepBuffers, carry_out
 from restride.executors.direct import direct_between
@@ -18,10 +19,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from restride.executors._copying import Reader, Writer
+    from restride.executors.direct import Direct
     from restride.executors.events import Observer
     from restride.planning.plan import Plan, Step
 
 __all__ = ["StreamingExecutor"]
+
+# What Python needs between two calls of the kernel has left the core's caches by then, and other
+# threads wait for its lock: small steps are done together, up to the bytes of a large one, and not
+# so many that their files fill the pool.
+_BATCH_NBYTES: Final = 16 << 20
+_MOST_BUNDLES: Final = 8
 
 
 class StreamingExecutor:
@@ -107,19 +115,53 @@ class _Run:
         buffers = StepBuffers(self.plan)
         direct = direct_between(reader, writer, buffers)
         lane: Iterator[Sequence[Step]] = iter(())
-        while not (self.stop.is_set() or self.asked.is_set()):
-            with self.steps_lock:
-                lane, bundle = self._next(lane)
-            if bundle is None:
+        while not self._is_stopped():
+            lane, batch = self._next_batch(lane, 1 if direct is None else _MOST_BUNDLES)
+            if not batch:
                 return
             before = buffers.read_nbytes
-            if direct is not None and direct.carry_out(bundle):
-                done: Iterable[Step] = bundle
+            if direct is not None and direct.carry_out(batch):
+                done: Iterable[Step] = chain.from_iterable(batch)
             else:
-                done = carry_out(bundle, reader, writer, buffers, self._on_drift)
+                done = self._one_by_one(batch, reader, writer, buffers, direct)
             for step in done:
                 self._finished(step, buffers.read_nbytes - before)
                 before = buffers.read_nbytes
+
+    def _one_by_one(
+        self,
+        batch: Sequence[Sequence[Step]],
+        reader: Reader,
+        writer: Writer | None,
+        buffers: StepBuffers,
+        direct: Direct | None,
+    ) -> Iterator[Step]:
+        """Do what could not be done together; yield each step when it is done."""
+        for bundle in batch:
+            if self._is_stopped():
+                return
+            if direct is not None and len(batch) > 1 and direct.carry_out([bundle]):
+                yield from bundle
+            else:
+                yield from carry_out(bundle, reader, writer, buffers, self._on_drift)
+
+    def _is_stopped(self) -> bool:
+        return self.stop.is_set() or self.asked.is_set()
+
+    def _next_batch(
+        self, lane: Iterator[Sequence[Step]], most: int
+    ) -> tuple[Iterator[Sequence[Step]], list[Sequence[Step]]]:
+        """The next bundles, and the lane of the last one; none at the end."""
+        batch: list[Sequence[Step]] = []
+        nbytes = 0
+        with self.steps_lock:
+            while len(batch) < most and nbytes < _BATCH_NBYTES:
+                lane, bundle = self._next(lane)
+                if bundle is None:
+                    break
+                batch.append(bundle)
+                nbytes += sum(_nbytes(step) for step in bundle)
+        return lane, batch
 
     def _next(
         self, lane: Iterator[Sequence[Step]]
@@ -143,11 +185,15 @@ class _Run:
             self.observer.on_drift(event)
 
     def _finished(self, step: Step, read_nbytes: int) -> None:
-        region = step.region
+        tensor = step.region.tensor
         with self.events_lock:
             self.done_steps += 1
-            self.done_nbytes += step.numel * region.target_dtype.itemsize_nbytes
+            self.done_nbytes += _nbytes(step)
             self.read_nbytes += read_nbytes
             self.observer.on_step(
-                StepFinished(self.done_steps, self.done_nbytes, self.read_nbytes, region.tensor)
+                StepFinished(self.done_steps, self.done_nbytes, self.read_nbytes, tensor)
             )
+
+
+def _nbytes(step: Step) -> int:
+    return step.numel * step.region.target_dtype.itemsize_nbytes
