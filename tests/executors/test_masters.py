@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import restride
 from restride import api
 from restride.algebra.coverage import replication
+from restride.checkpoint.dtypes import DTYPES
 from restride.errors import BudgetError, CorruptError, ExecutionError, ReplicaError
 from restride.executors.events import NullObserver
 from restride.executors.masters import compare_masters, plan_masters, spot_check_masters
@@ -104,6 +107,57 @@ def test_a_weight_that_was_damaged_is_found_as_well(sample):
 
     assert found.details["tensors"] == [BIAS]
     assert found.details["files"][1].endswith("mp_rank_01_model_states.pt")
+
+
+def changed(entry, *, scale=None, **fields):
+    """An entry with another layout, of which the files are not asked."""
+    if scale is not None:
+        pieces = tuple(replace(piece, scale=scale) for piece in entry.layout.all_pieces)
+        fields["layout"] = replace(entry.layout, all_pieces=pieces)
+    return replace(entry, **fields)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_compared"),
+    [
+        ({}, True),
+        ({"weight": {"scale": Fraction(1, 3)}}, False),
+        ({"fp32": {"scale": Fraction(1, 3)}}, False),
+        ({"fp32": {"dtype": DTYPES["float16"]}}, False),
+        ({"weight": {"dtype": DTYPES["float32"]}}, True),
+        ({"weight": {"dtype": DTYPES["float64"]}}, False),
+        ({"weight": {"dtype": DTYPES["int16"]}}, False),
+        ({"fp32": {"dtype": DTYPES["int32"]}}, False),
+    ],
+    ids=str,
+)
+def test_only_what_is_one_rounding_away_is_compared(changes, is_compared):
+    """Else a sound checkpoint is called one of two runs."""
+    catalog = api.open(SAMPLE)
+    (tensor,) = (tensor for tensor in catalog.tensors if tensor.name == BIAS)
+    states = {
+        state: changed(entry, **changes.get(state, {})) for state, entry in tensor.states.items()
+    }
+    others = [other for other in catalog.tensors if other is not tensor]
+
+    plans = plan_masters(
+        replace(catalog, tensors=(*others, replace(tensor, states=states))), budget_nbytes=BUDGET
+    )
+
+    assert plans is not None
+    assert (BIAS in plans.names) == is_compared
+    assert len(plans.names) == 4 + is_compared
+
+
+@pytest.mark.parametrize("state", ["weight", "fp32"])
+def test_what_is_known_to_be_broken_is_not_read_again(state):
+    plans = plan_masters(
+        api.open(SAMPLE), budget_nbytes=BUDGET, broken=[f"tensor {BIAS!r}, state {state!r}"]
+    )
+
+    assert plans is not None
+    assert len(plans.names) == 4
+    assert BIAS not in plans.names
 
 
 @pytest.mark.parametrize(("state", "rank"), [("weight", 1), ("fp32", 3)])
