@@ -197,6 +197,42 @@ def test_other_plain_numbers_of_a_group_are_compared(grouped):
     assert "'mu_product' of group 1 is 0.25 in" in found.message
 
 
+def test_where_lists_of_two_ranks_differ_is_said(grouped):
+    def change(root):
+        state = root["optimizer_state_dict"]["base_optimizer_state"]
+        state["state"][1]["scales"] = [0.5, 0.25]
+        state["param_groups"][0]["betas"] = (0.9, 0.95)
+
+    def change_more(root):
+        change(root)
+        state = root["optimizer_state_dict"]["base_optimizer_state"]
+        state["state"][1]["scales"] = [0.5, 0.75]
+        state["param_groups"][0]["betas"] = (0.9, 0.99)
+
+    for dp in range(3):
+        edit(grouped, rank(dp), change_more if dp == 2 else change)
+
+    settings, state = findings(grouped, "settings-mismatch")
+
+    assert "betas[1] is 0.99 and not 0.95" in settings.message
+    assert "'scales'[1] of group 1 is 0.75 in" in state.message
+
+
+def test_a_number_that_is_not_a_number_is_the_same_everywhere(grouped, tmp_path):
+    def change(root):
+        states = root["optimizer_state_dict"]["base_optimizer_state"]["state"]
+        for state in states if isinstance(states, list) else states.values():
+            state["loss"] = float("nan")
+
+    for dp in range(3):
+        edit(grouped, rank(dp), change)
+
+    assert api.check(grouped).verdict == "ok"
+    for to in ("deepspeed", "universal"):
+        api.convert(grouped, tmp_path / to, to=to)
+    api.convert(tmp_path / "universal", tmp_path / "back", to="deepspeed", tp=1, dp=1, zero=1)
+
+
 def test_a_rank_that_scales_or_clips_otherwise_is_told_of(grouped):
     edit(grouped, rank(1), lambda root: root["optimizer_state_dict"].update(clip_grad=0.5))
 

@@ -9,14 +9,14 @@ file.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from msgspec import Struct, field
 
 from restride.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from restride.checkpoint.dtypes import DType
 
@@ -28,8 +28,14 @@ __all__ = [
     "Storage",
     "StoredTensor",
     "Value",
+    "difference",
     "keyed",
 ]
+
+_PARTS: Final = ("constructor", "args", "kwargs", "state", "items", "pairs")
+_SHOWN_LENGTH: Final = 40
+# Python refuses to print integers of thousands of digits.
+_LARGEST_KEY: Final = 1 << 63
 
 
 class GlobalName(Frozen):
@@ -147,3 +153,49 @@ Value: TypeAlias = (
 def keyed(entries: Mapping[str, Value]) -> dict[Value, Value]:
     """A dict as files have it, in which a key may be any value."""
     return {key: value for key, value in entries.items()}  # noqa: C416 - the type of the keys
+
+
+def difference(a: Value, b: Value) -> tuple[str, Value, Value] | None:
+    """Find the first place where two values differ. Tensors are not read; a NaN is a NaN.
+
+    Returns:
+        How the place is reached, and what each has there, None for nothing; None where the values
+        are the same.
+
+    Examples:
+        >>> difference({"lr": 1, "betas": (0.9, 0.95)}, {"lr": 1, "betas": [0.9, 0.99]})
+        ("['betas'][1]", 0.95, 0.99)
+        >>> difference([float("nan")], [float("nan")]) is None
+        True
+    """
+    pairs: Iterable[tuple[str, Value, Value]]
+    match a, b:
+        case StoredTensor(), StoredTensor():
+            return None
+        case dict(), dict():
+            for key in {**b, **a}:
+                if (key in a) != (key in b):
+                    return _spelled(key), a.get(key), b.get(key)
+            pairs = ((_spelled(key), a[key], b[key]) for key in b)
+        case (list() | tuple(), list() | tuple()) if len(a) == len(b):
+            pairs = ((f"[{n}]", *both) for n, both in enumerate(zip(a, b, strict=True)))
+        case Constructed(), Constructed():
+            pairs = ((f".{part}", getattr(a, part), getattr(b, part)) for part in _PARTS)
+        case _:
+            is_same = a == b or (a != a and b != b)  # noqa: PLR0124 - NaN
+            return None if is_same else ("", a, b)
+    for step, one, other in pairs:
+        found = difference(one, other)
+        if found is not None:
+            return (step + found[0], *found[1:])
+    return None
+
+
+def _spelled(key: Value) -> str:
+    match key:
+        case str():
+            return f"[{key[:_SHOWN_LENGTH]!r}]"
+        case int() if abs(key) <= _LARGEST_KEY:
+            return f"[{key}]"
+        case _:
+            return "[...]"

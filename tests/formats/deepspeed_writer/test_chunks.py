@@ -428,6 +428,12 @@ def test_sub_groups_of_a_group_that_have_taken_other_steps_are_refused(tmp_path:
     with pytest.raises(UnsupportedError, match=r"is 8, .* of the same parameter group is 7"):
         read_training(read_catalog(tmp_path / "source"))
 
+    for own in (["fast", "slow"], [[1.0, 2.0], [1.0, 3.0]]):
+        edit_file(file, lambda value, own=own: count(value, own))
+
+        with pytest.raises(UnsupportedError, match=r"is ('slow'|3.0), .* parameter group is "):
+            read_training(read_catalog(tmp_path / "source"))
+
 
 def test_without_a_word_of_it_a_sub_group_has_as_many_elements_as_the_engine_gives_it() -> None:
     assert list(sub_groups({"a": DEFAULT_SUB_GROUP_NUMEL, "b": 1}, DEFAULT_SUB_GROUP_NUMEL)) == [

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Finding
-from restride.checkpoint.values import Constructed, StoredTensor
+from restride.checkpoint.values import StoredTensor, difference
 from restride.formats.deepspeed._experts.group_order import said_size, same_order
 from restride.formats.deepspeed._fields import shown
 from restride.formats.deepspeed._optimizer import CONSUMED_KEYS
@@ -34,7 +34,6 @@ _MOST_NAMED: Final = 3
 _STEP: Final = "step"
 _WRAPPED: Final = "optimizer_state_dict"
 _GROUPS: Final = "param_groups"
-_PARTS: Final = ("constructor", "args", "kwargs", "state", "items", "pairs")
 
 
 def find_contradictions(
@@ -76,7 +75,7 @@ def _versions(roots: Iterable[tuple[str, Field]]) -> Iterator[Finding]:
             continue
         if first is None:
             first = name, stored
-        elif _differ(stored.value, first[1].value):
+        elif difference(stored.value, first[1].value):
             message = (
                 f"{name} is written by DeepSpeed {shown(stored.value)}, {first[0]} by "
                 f"{shown(first[1].value)}: the files are of different runs"
@@ -153,10 +152,12 @@ def _plain_numbers(run: Run) -> Iterator[Finding]:
         for number, group in zip(zero.parents, zero.groups, strict=True):
             for key, entry in group.others.items():
                 name, known = first.setdefault((number, key), (zero.name, entry))
-                if key != _STEP and _differ(entry.value, known.value):
+                found = difference(entry.value, known.value)
+                if key != _STEP and found is not None:
+                    place, own, other = found
                     message = (
-                        f"state {key!r} of group {number} is {shown(entry.value)} in {zero.name} "
-                        f"and {shown(known.value)} in {name}"
+                        f"state {key!r}{place} of group {number} is {shown(own)} in {zero.name} "
+                        f"and {shown(other)} in {name}"
                     )
                     yield _of_optimizer(run, "settings-mismatch", message, zero.name, {})
 
@@ -194,7 +195,7 @@ def _plain_steps(run: Run) -> Iterator[Finding]:
             steps[-1] = shared.value
         for number, step in steps.items():
             name, known = first.setdefault(number, (zero.name, step))
-            if _differ(step, known):
+            if difference(step, known):
                 message = (
                     f"the optimizer step is {_counted(step)} in {zero.name} and {_counted(known)} "
                     f"in {name}: the files are of different saves"
@@ -262,25 +263,15 @@ def _different_keys(own: Mapping[str, Value], known: Mapping[str, Value]) -> lis
     return [
         str(key)
         for key in dict.fromkeys([*known, *own])
-        if (key in own) != (key in known) or _differ(own[key], known[key])
+        if (key in own) != (key in known) or difference(own[key], known[key])
     ]
 
 
 def _told(keys: list[str], own: Mapping[str, Value], known: Mapping[str, Value]) -> str:
     """The first keys that differ, with both values."""
-    told = [f"{key} is {shown(own.get(key))} and not {shown(known.get(key))}" for key in keys]
+    told: list[str] = []
+    for key in keys:
+        place, one, other = difference(own.get(key), known.get(key)) or ("", None, None)
+        told.append(f"{key}{place} is {shown(one)} and not {shown(other)}")
     more = f", and {len(told) - _MOST_NAMED} more" if told[_MOST_NAMED:] else ""
     return ", ".join(told[:_MOST_NAMED]) + more
-
-
-def _differ(a: object, b: object) -> bool:
-    """Whether two inert values differ. Tensors are not read; a NaN is a NaN."""
-    if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
-        return False
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() != b.keys() or any(_differ(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) != len(b) or any(map(_differ, a, b))
-    if isinstance(a, Constructed) and isinstance(b, Constructed):
-        return any(_differ(getattr(a, part), getattr(b, part)) for part in _PARTS)
-    return bool(a != b) and not (a != a and b != b)  # noqa: PLR0124 - NaN

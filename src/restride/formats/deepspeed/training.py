@@ -16,7 +16,7 @@ from restride.checkpoint.training import (
     PipelineStage,
     Training,
 )
-from restride.checkpoint.values import OrderedDictValue, StoredTensor
+from restride.checkpoint.values import OrderedDictValue, StoredTensor, difference
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed import _model, _optimizer
 from restride.formats.deepspeed._experts.files import open_experts
@@ -275,11 +275,13 @@ def _numbers(parts: Sequence[Group]) -> dict[str, Value]:
     for part in parts:
         for key, entry in part.others.items():
             first = found.setdefault(key, entry)
-            if type(entry.value) in {int, float} and entry.value != first.value:
+            different = difference(entry.value, first.value)
+            if different is not None:
+                place, one, other = different
                 raise UnsupportedError(
-                    f"is {shown(entry.value)}, {first.where} of the same parameter group is "
-                    f"{shown(first.value)}",
-                    where=entry.where,
+                    f"is {shown(one)}, {first.where}{place} of the same parameter group is "
+                    f"{shown(other)}",
+                    where=f"{entry.where}{place}",
                     remedy="convert a checkpoint whose parameters were all trained alike",
                 )
     return {key: entry.value for key, entry in found.items()}

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from restride.checkpoint.training import ParameterGroup
-from restride.checkpoint.values import StoredTensor
+from restride.checkpoint.values import StoredTensor, difference
 from restride.errors import CorruptError, UnsupportedError
+from restride.formats.deepspeed._fields import shown
 from restride.formats.deepspeed._optimizer import CONSUMED_KEYS
 from restride.formats.deepspeed._pipeline.described_layers import described_pipeline
 from restride.formats.deepspeed.model_files import read_model_files
@@ -104,10 +105,12 @@ def _of_parts(parts: Sequence[Mapping[str, Field]]) -> dict[str, Value]:
             if isinstance(entry.value, StoredTensor):
                 continue
             first = found.setdefault(key, entry)
-            if type(entry.value) in {int, float} and entry.value != first.value:
+            different = difference(entry.value, first.value)
+            if different is not None:
+                place, one, other = different
                 raise UnsupportedError(
-                    f"is {entry.value!r}, {first.where} of the same group is {first.value!r}",
-                    where=entry.where,
+                    f"is {shown(one)}, {first.where}{place} of the same group is {shown(other)}",
+                    where=f"{entry.where}{place}",
                     remedy="convert a folder whose parameters were all trained alike",
                 )
     return {key: entry.value for key, entry in found.items()}

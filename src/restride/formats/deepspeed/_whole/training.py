@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from restride.checkpoint.orders import merged_order
 from restride.checkpoint.training import ParameterGroup
+from restride.checkpoint.values import difference
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._fields import shown
 from restride.formats.deepspeed._loss_scaler import ENTRIES, scaler_of_entries
@@ -103,7 +104,7 @@ def _numbers(
             for key, entry in others.items():
                 value = entry.value
                 known = found.setdefault(key, value)
-                if value == known or has_tensor(value):
+                if has_tensor(value) or not difference(value, known):
                     continue
                 if is_fused and key == _STEP and type(value) is type(known) is int:
                     found[key] = max(value, known)
