@@ -12,7 +12,7 @@ from typing import Final, NoReturn
 
 from restride.errors import FormatError, UnsupportedError
 
-__all__ = ["LARGEST_LIST_NBYTES", "member_of", "parse", "parse_object"]
+__all__ = ["LARGEST_LIST_NBYTES", "kind_of", "member_of", "parse", "parse_object"]
 
 # A map of DeepSeek-V3 on 256 ranks has 51 kB. Python needs some twenty bytes for each byte of JSON.
 _MOST_CHARACTERS: Final = 16 * 2**20
@@ -43,8 +43,28 @@ def parse_object(text: str | bytes, *, most_nbytes: int = _MOST_CHARACTERS) -> d
         )
     value = parse(text)
     if not isinstance(value, dict):
-        raise FormatError(f"this should be an object, it is a {type(value).__name__}", where="$")
+        raise FormatError(f"this should be an object, it is {kind_of(value)}", where="$")
     return value
+
+
+def kind_of(value: object) -> str:
+    """What JSON calls a value that was parsed.
+
+    Examples:
+        >>> kind_of(None), kind_of(True), kind_of(1), kind_of("a"), kind_of([])
+        ('null', 'true or false', 'a number', 'a text', 'a list')
+    """
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a text"
+        case _:
+            return "an object" if isinstance(value, dict) else "a list"
 
 
 def parse(text: str | bytes) -> object:

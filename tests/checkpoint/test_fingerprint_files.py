@@ -36,14 +36,15 @@ def test_that_of_many_tensors_is_read_as_well():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[]", r"^f.json: \$: this should be an object"),
+        ("[]", r"^f.json: \$: this should be an object, it is a list"),
+        ("null", r"^f.json: \$: this should be an object, it is null"),
         ("{", "it is no JSON"),
         ('{"tensors": {}}', r"^f.json: \$.format: it is no file of fingerprints"),
         ('{"format": "restride/1"}', "it is no file of fingerprints"),
         ('{"format": ["restride-fingerprint/2"]}', "it is no file of fingerprints"),
         ('{"format": "restride-fingerprint/2"}', r"\$.tensors: this should be an object"),
         ('{"format": "restride-fingerprint/2", "tensors": {}, "x": 1}', r"\$.x: .* not known"),
-        ('{"format": "restride-fingerprint/2", "tensors": {"w": 3}}', r"\$.tensors.w: .* int"),
+        ('{"format": "restride-fingerprint/2", "tensors": {"w": 3}}', r"\$.tensors.w: .* a number"),
         (
             '{"format": "restride-fingerprint/2", "tensors": {"w": {"s": "AB"}}}',
             r"\$.tensors.w.s: 'AB' is not 32 hexadecimal digits",

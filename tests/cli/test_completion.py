@@ -61,6 +61,18 @@ def test_behind_what_makes_no_sense_nothing_is_offered(
     assert offered(line) == []
 
 
+@pytest.mark.parametrize("words", [{}, {"COMP_WORDS": "restride"}, {"COMP_CWORD": "x"}])
+def test_who_asks_without_a_line_is_offered_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: dict[str, str]
+) -> None:
+    for name in ("COMP_WORDS", "COMP_CWORD"):
+        monkeypatch.delenv(name, raising=False)
+    for name, word in {"_RESTRIDE_COMPLETE": "bash_complete", **words}.items():
+        monkeypatch.setenv(name, word)
+
+    assert (main([]), capfd.readouterr()) == (0, ("", ""))
+
+
 def test_a_script_is_printed_for_each_shell_that_is_known(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.errors import FormatError, RestrideError, UnsupportedError
-from restride.strict_json import LARGEST_LIST_NBYTES, member_of, parse_object
+from restride.strict_json import LARGEST_LIST_NBYTES, kind_of, member_of, parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,7 +80,7 @@ def _parsed(value: dict[str, object]) -> Fingerprints:
 
 def _object(value: object, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise FormatError(f"this should be an object, it is a {type(value).__name__}", where=where)
+        raise FormatError(f"this should be an object, it is {kind_of(value)}", where=where)
     return value
 
 

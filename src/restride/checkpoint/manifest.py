@@ -19,7 +19,7 @@ from msgspec import field
 
 from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
 from restride.frozen import Frozen
-from restride.strict_json import LARGEST_LIST_NBYTES, member_of, parse_object
+from restride.strict_json import LARGEST_LIST_NBYTES, kind_of, member_of, parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -254,19 +254,19 @@ def _part(value: object, block_nbytes: int, where: str) -> ManifestPart:
 
 def _object(value: object, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise CorruptError(f"this should be an object, it is a {type(value).__name__}", where=where)
+        raise CorruptError(f"this should be an object, it is {kind_of(value)}", where=where)
     return value
 
 
 def _list(value: object, where: str) -> list[object]:
     if not isinstance(value, list):
-        raise CorruptError(f"this should be a list, it is a {type(value).__name__}", where=where)
+        raise CorruptError(f"this should be a list, it is {kind_of(value)}", where=where)
     return value
 
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise CorruptError(f"this should be a text, it is a {type(value).__name__}", where=where)
+        raise CorruptError(f"this should be a text, it is {kind_of(value)}", where=where)
     return value
 
 

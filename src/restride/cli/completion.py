@@ -31,7 +31,8 @@ def answer_shell(group: click.Group, instruction: str) -> int:
     """
     from click.shell_completion import shell_complete  # noqa: PLC0415 - only where a shell asks
 
-    with suppress(click.ClickException, RestrideError, OSError):
+    # Nor has somebody a line who asks by hand, without what the script gives.
+    with suppress(click.ClickException, RestrideError, OSError, KeyError, ValueError):
         if shell_complete(group, {}, "restride", COMPLETE_VARIABLE, instruction):
             known = "bash_source, zsh_source or fish_source"
             tell(f"{COMPLETE_VARIABLE} is {instruction!r}; say {known}")
