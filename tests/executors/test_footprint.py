@@ -81,6 +81,26 @@ def test_a_budget_that_opening_has_passed_is_refused_with_one_that_is_enough(
     assert api.dry_run(*options, budget_nbytes=1 << 30).projected_nbytes == 1 << 30
 
 
+def test_a_budget_that_is_too_small_for_any_rows_of_digests_is_refused_by_one_plan(
+    many, monkeypatch, tmp_path
+):
+    budgets = []
+    plan = tasks.plan_conversion
+
+    def counted(jobs, *, budget_nbytes, workers):
+        budgets.append(budget_nbytes)
+        return plan(jobs, budget_nbytes=budget_nbytes, workers=workers)
+
+    monkeypatch.setattr(tasks, "plan_conversion", counted)
+    monkeypatch.setattr(tasks, "digest_rows", lambda *_: 128)
+    with pytest.raises(BudgetError) as refused:
+        api.dry_run(many, tmp_path / "out", WAYS[2], budget_nbytes=1 << 18)
+
+    assert len(budgets) == 1
+    enough = refused.value.needed_nbytes
+    assert api.dry_run(many, tmp_path / "out", WAYS[2], budget_nbytes=enough)
+
+
 @pytest.mark.parametrize("wanted", WAYS, ids=lambda wanted: wanted.to)
 def test_the_description_of_an_output_takes_what_it_is_said_to_take(many, wanted):
     for source in (SAMPLE, many):

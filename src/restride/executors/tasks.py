@@ -83,45 +83,63 @@ def plan_writing(
     Raises:
         BudgetError, CoverageError, PlanError, UnsupportedError: As for `plan_conversion`.
     """
-    room = budget_nbytes, workers, has_records
+    frame = _Frame(catalog, output, workers, has_records=has_records)
     rows = digest_rows(budget_nbytes, workers)
-    try:
-        return _planned(catalog, jobs, output, *room, rows=rows)
-    except BudgetError:
-        if rows == 1:
-            raise
-    return _planned(catalog, jobs, output, *room, rows=1)
+    while True:
+        room = budget_nbytes - frame.kept_nbytes - frame.digest_nbytes(rows)
+        try:
+            plan = plan_conversion(jobs, budget_nbytes=room, workers=workers)
+        except BudgetError as error:
+            # To match all layouts again takes longer than to count what the second try would take.
+            needed = frame.needed_nbytes(1, error.needed_nbytes)
+            if rows == 1 or needed > budget_nbytes:
+                raise BudgetError(needed_nbytes=needed, budget_nbytes=budget_nbytes) from None
+        else:
+            task = frame.task(plan, rows)
+            if task.projected_nbytes <= budget_nbytes:
+                return task
+            if rows == 1:
+                raise BudgetError(needed_nbytes=task.projected_nbytes, budget_nbytes=budget_nbytes)
+        rows = 1
 
 
-def _planned(
-    catalog: Catalog,
-    jobs: Sequence[Job],
-    output: Output,
-    budget_nbytes: int,
-    workers: int,
-    has_records: bool,  # noqa: FBT001 - as `plan_writing` was called
-    *,
-    rows: int,
-) -> Task:
-    """As `plan_writing`, with so many rows that are digested at a time."""
-    digests = workers * scratch_nbytes(rows)
-    counts = _counts(output)
-    records, read_back = resuming_nbytes(**counts) if has_records else (0, 0)
-    opening = opening_nbytes(catalog)
-    kept = catalog_nbytes(catalog) + output_nbytes(output) + records
-    kept += TABLE_NBYTES * counts["block_count"]
-    read_back += 2 * digests if has_records else 0  # digests, and no larger buffers
-    passing = max(finishing_nbytes(output, **counts), read_back)
-    try:
-        plan = plan_conversion(jobs, budget_nbytes=budget_nbytes - kept - digests, workers=workers)
-    except BudgetError as error:
-        needed = kept + error.needed_nbytes + max(digests, passing - LEAST_BUFFERS_NBYTES)
-        needed = max(needed, opening)
-        raise BudgetError(needed_nbytes=needed, budget_nbytes=budget_nbytes) from None
-    task = Task(output, plan, rows, digests, kept, passing, opening)
-    if task.projected_nbytes > budget_nbytes:
-        raise BudgetError(needed_nbytes=task.projected_nbytes, budget_nbytes=budget_nbytes)
-    return task
+class _Frame:
+    """What a conversion takes beside its plan."""
+
+    def __init__(
+        self, catalog: Catalog, output: Output, workers: int, *, has_records: bool
+    ) -> None:
+        counts = _counts(output)
+        records, read_back = resuming_nbytes(**counts) if has_records else (0, 0)
+        self._output = output
+        self._workers = workers
+        self._has_records = has_records
+        self._read_back_nbytes = read_back
+        self._finishing_nbytes = finishing_nbytes(output, **counts)
+        self._opening_nbytes = opening_nbytes(catalog)
+        kept = catalog_nbytes(catalog) + output_nbytes(output) + records
+        self.kept_nbytes = kept + TABLE_NBYTES * counts["block_count"]
+
+    def digest_nbytes(self, rows: int) -> int:
+        """Memory of digests, with so many rows at a time."""
+        return self._workers * scratch_nbytes(rows)
+
+    def needed_nbytes(self, rows: int, plan_nbytes: int) -> int:
+        """The least that is enough for a plan that takes so much with the smallest buffers."""
+        passing = self._passing_nbytes(rows) - LEAST_BUFFERS_NBYTES
+        needed = self.kept_nbytes + plan_nbytes + max(self.digest_nbytes(rows), passing)
+        return max(needed, self._opening_nbytes)
+
+    def task(self, plan: Plan, rows: int) -> Task:
+        """The plan, and what it takes with so many rows that are digested at a time."""
+        sizes = self.digest_nbytes(rows), self.kept_nbytes, self._passing_nbytes(rows)
+        return Task(self._output, plan, rows, *sizes, self._opening_nbytes)
+
+    def _passing_nbytes(self, rows: int) -> int:
+        read_back = self._read_back_nbytes
+        if self._has_records:  # digests, and no larger buffers
+            read_back += 2 * self.digest_nbytes(rows)
+        return max(self._finishing_nbytes, read_back)
 
 
 def _counts(output: Output) -> dict[str, int]:
