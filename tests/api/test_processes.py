@@ -23,7 +23,7 @@ from restride.errors import (
     RestrideError,
     StoppedError,
 )
-from restride.executors import members
+from restride.executors import members, streaming
 from restride.executors.events import NullObserver
 from restride.executors.leading import Host
 from restride.storage import joining
@@ -41,6 +41,12 @@ OPTIONS = {
     "budget_nbytes": 1 << 21,
     "wait_seconds": 0.5,
 }
+
+
+@pytest.fixture(autouse=True)
+def each_step_by_itself(monkeypatch):
+    """The sample has few steps, and they are small: all of a part would be done together."""
+    monkeypatch.setattr(streaming, "_MOST_BUNDLES", 1)
 
 
 class Dies(NullObserver):

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["StreamingExecutor"]
 
 # What Python needs between two calls of the kernel has left the core's caches by then, and other
-# threads wait for its lock: small steps are done together, up to the bytes of a large one, and not
-# so many that their files fill the pool.
+# threads wait for its lock: small steps of one file are done together, up to the bytes of a large
+# one. Those of several files would wait for the creation of all of them.
 _BATCH_NBYTES: Final = 16 << 20
 _MOST_BUNDLES: Final = 8
 
@@ -151,22 +151,23 @@ class _Run:
     def _next_batch(
         self, lane: Iterator[Sequence[Step]], most: int
     ) -> tuple[Iterator[Sequence[Step]], list[Sequence[Step]]]:
-        """The next bundles, and the lane of the last one; none at the end."""
-        batch: list[Sequence[Step]] = []
-        nbytes = 0
+        """The next bundles of a lane, of a fresh one, or of one that another worker is in."""
         with self.steps_lock:
-            while len(batch) < most and nbytes < _BATCH_NBYTES:
-                lane, bundle = self._next(lane)
-                if bundle is None:
-                    break
+            lane, bundle = self._next(lane)
+            batch: list[Sequence[Step]] = []
+            nbytes = 0
+            while bundle is not None:
                 batch.append(bundle)
-                nbytes += sum(_nbytes(step) for step in bundle)
+                nbytes += sum(map(_nbytes, bundle))
+                if len(batch) == most or nbytes >= _BATCH_NBYTES:
+                    break
+                bundle = next(lane, None)
         return lane, batch
 
     def _next(
         self, lane: Iterator[Sequence[Step]]
     ) -> tuple[Iterator[Sequence[Step]], Sequence[Step] | None]:
-        """The next bundle of a lane, of a fresh one, or of one that another worker is in."""
+        """The next bundle; None at the end."""
         while (bundle := next(lane, None)) is None:
             if lane in self.begun:
                 self.begun.remove(lane)
