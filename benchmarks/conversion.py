@@ -167,6 +167,7 @@ def main() -> None:
                         read_again(source)
                     usage = measure(command, {"DS_ACCELERATOR": "cpu"})
                     results.setdefault(name, []).append(usage)
+                    print(f"{usage.wall_s:6.2f} s  {name}", file=sys.stderr, flush=True)
                     throw_away(out, Path(folder, "old"))
             for target in ("safetensors", "universal"):
                 seconds = first_byte_s(source, out, "--to", target)
