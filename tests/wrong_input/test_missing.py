@@ -107,3 +107,49 @@ def test_a_run_may_leave_all_frozen_weights_out(tmp_path):
 
     assert "frozen-missing" not in kinds
     assert "no-weight" in kinds
+
+
+@pytest.mark.parametrize("dp", [0, 1, 2])
+def test_frozen_weights_of_a_universal_folder_are_lost_with_the_model_file_of_any_rank(
+    tmp_path, dp
+):
+    """Their chunks are nowhere else: `check` said ok, and conversions left the weights out."""
+    api.convert(RECORDED / "partitioned_z3", tmp_path / "out", to="universal")
+    name = f"zero_pp_rank_{dp}_mp_rank_00_model_states.pt"
+    (tmp_path / "out" / "step_universal" / name).unlink()
+
+    errors = [f for f in api.check(tmp_path / "out").findings if f.severity == "error"]
+
+    (lost,) = [finding for finding in errors if finding.kind == "missing-file"]
+    assert f"1 of 3 model files is missing (dp {dp} tp 0), {name}; the frozen" in lost.message
+    with pytest.raises(RestrideError, match="the frozen weights"):
+        api.convert(tmp_path / "out", tmp_path / "again", to="safetensors")
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "words"),
+    [(0, 1, "do not resume without those of dp 0"), (1, 0, "engines do without")],
+)
+def test_a_model_file_of_a_universal_folder_is_missing_that_has_no_weight(tmp_path, dp, tp, words):
+    api.convert(RECORDED / "tensor_parallel_z3", tmp_path / "out", to="universal")
+    name = f"zero_pp_rank_{dp}_mp_rank_{tp:02d}_model_states.pt"
+    whole = api.check(tmp_path / "out")
+    (tmp_path / "out" / "step_universal" / name).unlink()
+    (tmp_path / "out" / "restride.json").unlink()
+
+    (told,) = api.check(tmp_path / "out").findings
+
+    assert not whole.findings
+    assert (told.kind, told.severity) == ("missing-file", "warning")
+    assert f"1 of 4 model files is missing (dp {dp} tp {tp}), {name}; " in told.message
+    assert words in told.message
+    assert api.convert(tmp_path / "out", tmp_path / "again", to="safetensors").written_nbytes
+
+
+@pytest.mark.parametrize("name", ["experts_z0", "experts_z1", "experts_z3"])
+def test_a_universal_folder_has_experts_among_its_parameters_and_lacks_no_file(tmp_path, name):
+    api.convert(RECORDED / name, tmp_path / "out", to="universal")
+
+    kinds = {finding.kind for finding in api.check(tmp_path / "out").findings}
+
+    assert "missing-file" not in kinds

@@ -192,7 +192,8 @@ def open_stages(
     Args:
         root: The checkpoint folder, or that of one tag.
         opened: What its files are opened by.
-        has_weights: Whether the weights of a pipeline must be there; universal folders lack them.
+        has_weights: Whether the weights of a pipeline must be there, and the optimizer files;
+            universal folders lack them.
         tied: What is told of the layers of a pipeline that share a module.
 
     Raises:
@@ -234,7 +235,8 @@ def open_stages(
             layers=tuple(read.layers.layers if read.layers else ()),
         )
         _check_stage(run)
-        findings.extend(_missing(run, has_optimizer=bool(zeros)))
+        missing = _missing(run, has_optimizer=bool(zeros))
+        findings.extend(missing if has_weights else _missing_in_universal(run))
         runs.append(run)
     return tuple(runs)
 
@@ -379,9 +381,29 @@ def _missing(run: Run, *, has_optimizer: bool) -> Iterable[Finding]:
         yield Finding("note", "no-optimizer", message, str(run.folder.path))
 
 
+def _missing_in_universal(run: Run) -> Iterable[Finding]:
+    """Model files of ZeRO-3 that are not there: but for frozen weights, no tensor is in them.
+
+    Engines read those of the first data-parallel rank (deepspeed 0.19.8 `runtime/engine.py`,
+    `_get_all_ckpt_names`).
+    """
+    if not run.is_partitioned:
+        return
+    known = run.partitioned
+    if any(model.fragments for model in known.values()):
+        yield from _missing_files(run, known, "model", "the frozen weights")
+    elif all((0, tp) in known for tp in range(run.tp_size)):
+        unread = "engines do without, and what no other one says is left out"
+        yield from _missing_files(run, known, "model", warning=unread)
+    else:
+        stops = "engines of ZeRO-3 do not resume without those of dp 0"
+        yield from _missing_files(run, known, "model", warning=stops)
+
+
 def _missing_files(
-    run: Run, known: Container[tuple[int, int]], kind: str, lost: str
+    run: Run, known: Container[tuple[int, int]], kind: str, lost: str = "", *, warning: str = ""
 ) -> Iterable[Finding]:
+    """Tell of files that are missing: an error where something is lost, else a warning."""
     missing = [
         (dp, tp) for dp in range(run.dp_size) for tp in range(run.tp_size) if (dp, tp) not in known
     ]
@@ -391,12 +413,13 @@ def _missing_files(
         such = f", {'such as ' if missing[1:] else ''}{lost_one}" if lost_one else ""
         part = {"part": "optimizer"} if kind == "optimizer" and not run.is_partitioned else {}
         kind += f" files of stage {run.pipe}" if run.is_of_pipeline else " files"
+        holds = which(len(missing), "it holds", "they hold")
         yield Finding(
-            "error",
+            "warning" if warning else "error",
             "missing-file",
             f"{len(missing)} of {run.dp_size * run.tp_size} {kind} "
-            f"{which(len(missing), 'is', 'are')} missing ({named}){such}; {lost} that "
-            f"{which(len(missing), 'it holds', 'they hold')} parts of are left out",
+            f"{which(len(missing), 'is', 'are')} missing ({named}){such}; "
+            f"{warning or f'{lost} that {holds} parts of are left out'}",
             str(run.folder.path),
             {"ranks": [list(rank) for rank in missing], **part},
         )

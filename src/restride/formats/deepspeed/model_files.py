@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelFiles", "read_model_files"]
 
 # What these tell of is in other files here.
-_EXPECTED: Final = frozenset({"missing-file", "no-optimizer", "no-weight"})
+_EXPECTED: Final = frozenset({"missing-file", "no-weight"})
 
 
 class ModelFiles(Frozen):
@@ -110,6 +110,7 @@ def read_model_files(folder: Path, below: str, opened: TorchFiles) -> ModelFiles
         return None
     run = open_run(folder, opened, has_weights=False)
     first = run.models[0]
+    findings, told = [*run.findings], len(run.findings)
     for model in run.models:
         if model.optimizer is not None:
             raise CorruptError(
@@ -118,7 +119,6 @@ def read_model_files(folder: Path, below: str, opened: TorchFiles) -> ModelFiles
                 remedy="convert the checkpoint that it is of",
             )
     experts, expert_files = open_experts(run)
-    findings: list[Finding] = []
     has_modules = any(model.dtypes for model in run.models)  # a pipeline has them in layer files
     try:
         tensors = (
@@ -130,7 +130,7 @@ def read_model_files(folder: Path, below: str, opened: TorchFiles) -> ModelFiles
         tensors = ()
     trained = tuple(tuple(map(tuple, model.param_shapes or ())) for model in run.models)
     values = read_values((run,), ((),), expert_files.extras)
-    findings += [finding for finding in run.findings if finding.kind not in _EXPECTED]
+    findings += [f for f in run.findings[told:] if f.kind not in _EXPECTED]
     findings += files_written_twice(opened)
     findings += files_of_other_ranks(opened, is_partitioned=run.is_partitioned)
     return ModelFiles(
