@@ -241,8 +241,14 @@ def test_what_the_system_refuses_comes_with_what_would_work(
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ("checkpont-500", "did you mean '{here}/checkpoint-500'?"),
-        ("checkpont-500/step", "did you mean '{here}/checkpoint-500/step'?"),
+        ("checkpont-500", "did you mean 'checkpoint-500'?"),
+        ("checkpont-500/step", "did you mean 'checkpoint-500/step'?"),
+        ("../here/checkpont-500", "did you mean '../here/checkpoint-500'?"),
+        ("{here}/checkpont-500", "did you mean '{here}/checkpoint-500'?"),
+        (
+            "converted",
+            "a conversion that was not finished is in 'converted.partial': --resume finishes it",
+        ),
         ("runs/7/checkpoint-500", "{here} is there, and has no 'runs'"),
         ("model", None),
     ],
@@ -250,12 +256,15 @@ def test_what_the_system_refuses_comes_with_what_would_work(
 def test_a_name_that_is_not_there_comes_with_what_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, says: str | None
 ) -> None:
-    (tmp_path / "checkpoint-500").mkdir()
-    monkeypatch.chdir(tmp_path)
+    here = tmp_path / "here"
+    for name in ("checkpoint-500", "converted.partial"):
+        (here / name).mkdir(parents=True)
+    monkeypatch.chdir(here)
+    wrong = wrong.format(here=here)
 
     said = run("info", wrong)
 
-    remedy = "" if says is None else f"; {says.format(here=tmp_path)}"
+    remedy = "" if says is None else f"; {says.format(here=here)}"
     assert (said.code, said.err) == (2, f"restride: {wrong}: no such file or folder{remedy}\n")
 
 

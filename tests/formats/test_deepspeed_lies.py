@@ -320,11 +320,30 @@ def test_files_of_other_kinds_of_runs(saved, name, what):
     refused(saved, what, name, "can be read", error=UnsupportedError)
 
 
-def test_no_model_file_at_all(saved):
+@pytest.mark.parametrize("latest", [True, False])
+def test_a_copy_that_was_stopped_before_the_model_files_is_said_to_be_one(saved, latest):
     for file in (saved / "step").glob("*_model_states.pt"):
         file.unlink()
+    if not latest:
+        (saved / "latest").unlink()
+    says = "step: has 4 files of the optimizer and none of the model", "add them"
 
-    refused(saved, "no DeepSpeed checkpoint", error=FormatError)
+    refused(saved, *says, error=FormatError)
+    refused(saved / "step", *says, error=FormatError)
+
+
+def test_a_copy_that_was_stopped_before_any_file_of_the_tag_is_said_to_be_one(saved):
+    shutil.copytree(saved / "step", saved / "older")
+    for file in (saved / "step").iterdir():
+        file.unlink()
+
+    refused(saved, "step: has no file of the model", "add them", error=FormatError)
+
+
+def test_latest_alone_names_what_is_to_be_copied(saved):
+    shutil.rmtree(saved / "step")
+
+    refused(saved, "'step', which is not there; copy the folder of the tag", error=FormatError)
 
 
 def test_files_of_a_larger_run_are_left_out_with_a_warning(saved):

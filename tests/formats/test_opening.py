@@ -35,6 +35,8 @@ def touch(path: Path) -> None:
         (["step/mp_rank_00_model_states.pt"], "step", "deepspeed"),
         (["step/zero_pp_rank_0_mp_rank_00_model_states.pt"], "step", "deepspeed"),
         (["step/mp_rank_00_model_states.pt"], "", "deepspeed"),
+        (["step/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "step", "deepspeed"),
+        (["step/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "", "deepspeed"),
         (["latest_universal", "step/mp_rank_00_model_states.pt"], "", "universal"),
         (["step/mp_rank_00_model_states.pt", "step/zero/optimizer_state.pt"], "step", "universal"),
         (["latest", "latest_universal", "step/mp_rank_00_model_states.pt"], "", "deepspeed"),
@@ -62,6 +64,11 @@ def test_a_format_is_told_by_names(
         (["u/zero/optimizer_state.pt"], "u/zero", "part of a universal folder; name .*u'"),
         (["run/1/latest", "run/2/latest", "run/log/x"], "run", r"it has 2 checkpoints: name one"),
         (["deep/run/1/latest"], "", "looked for: a DeepSpeed checkpoint"),
+        (
+            ["o.partial/journal", "o.partial/files/latest"],
+            "o.partial",
+            "is the unfinished output of a conversion; .* --resume",
+        ),
     ],
 )
 def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(

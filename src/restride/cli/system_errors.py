@@ -62,11 +62,14 @@ def _what_is_there(path: Path) -> str:
     """Where a path ends that is not there, or which names beside it are like its own."""
     with suppress(OSError):
         there = next(folder for folder in path.absolute().parents if folder.exists())
-        missing = path.absolute().relative_to(there).parts[0]
+        missing, *rest = path.absolute().relative_to(there).parts
         names = [entry.name for entry in islice(there.iterdir(), _MOST_LOOKED_AT)]
+        as_given = Path(*path.parts[: -1 - len(rest)])
+        if f"{missing}.partial" in names:
+            unfinished = str(as_given / f"{missing}.partial")
+            return f"a conversion that was not finished is in {unfinished!r}: --resume finishes it"
         if close := closest(missing, names):
-            rest = path.absolute().relative_to(there / missing)
-            return f"did you mean {str(there / close[0] / rest)!r}?"
+            return f"did you mean {str(Path(as_given, close[0], *rest))!r}?"
         if there != path.absolute().parent:
             return f"{there} is there, and has no {missing!r}"
     return ""

@@ -36,7 +36,8 @@ __all__ = [
 Format: TypeAlias = Literal["deepspeed", "safetensors", "universal"]
 
 _SAFETENSORS: Final = (".safetensors", ".safetensors.index.json")
-_DEEPSPEED_MODEL: Final = re.compile(r".*model_states\.pt")
+# A folder with files of the optimizer alone is one as well: its reader says what it lacks.
+_DEEPSPEED_FILE: Final = re.compile(r".*(model|optim)_states\.pt")
 _NAMES_A_TAG: Final = ("latest", "latest_universal")
 _MOST_SHOWN: Final = 5
 _MOST_LOOKED_INTO: Final = 1000
@@ -199,6 +200,12 @@ def detect_format(path: str | PathLike[str]) -> Format:
             where=str(place),
             remedy=f"name the folder {str(place.resolve().parent)!r}",
         )
+    if {"files", "journal"}.issubset(names):
+        raise FormatError(
+            "is the unfinished output of a conversion",
+            where=str(place),
+            remedy="run the same `restride convert` again with --resume, and name its output",
+        )
     shown = ", ".join(names[:_MOST_SHOWN]) + (", ..." if names[_MOST_SHOWN:] else "")
     raise FormatError(
         f"is a folder of no known format (it holds {shown or 'nothing'})",
@@ -210,7 +217,7 @@ def detect_format(path: str | PathLike[str]) -> Format:
 def _format_in(folder: Path, names: list[str]) -> Format | None:
     if _is_universal(folder, names):
         return "universal"
-    if "latest" in names or _has_model_states(names):
+    if "latest" in names or _has_states(names):
         return "deepspeed"
     if any(name.endswith(_SAFETENSORS) for name in names):
         return "safetensors"
@@ -241,14 +248,14 @@ def _is_universal(folder: Path, names: list[str]) -> bool:
     return "latest_universal" in names or (folder / "zero" / "optimizer_state.pt").is_file()
 
 
-def _has_model_states(names: Iterable[str]) -> bool:
-    return any(map(_DEEPSPEED_MODEL.fullmatch, names))
+def _has_states(names: Iterable[str]) -> bool:
+    return any(map(_DEEPSPEED_FILE.fullmatch, names))
 
 
 def _tags(place: Path) -> list[str]:
     """Names of the folders in a folder that hold DeepSpeed checkpoints."""
     folders = [name for name in _names(place) if (place / name).is_dir()] if place.is_dir() else []
-    return [name for name in folders if _has_model_states(_names(place / name))]
+    return [name for name in folders if _has_states(_names(place / name))]
 
 
 def _left(place: Path) -> list[Finding]:

@@ -22,6 +22,7 @@ from msgspec import field
 
 from restride.errors import CorruptError, ExecutionError, FormatError, UnsupportedError
 from restride.frozen import Frozen
+from restride.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -129,23 +130,20 @@ def find_tag(path: Path) -> tuple[Path, str]:
     if _has_states(path):
         return path, ""
     tags = _tags(path)
-    if not tags:
-        raise FormatError(
-            "is no DeepSpeed checkpoint: neither it nor a folder in it has *_model_states.pt files",
-            where=str(path),
-        )
     latest = path / _LATEST
     if latest.is_file():
         tag = _read_latest(latest)
-        if tag not in tags:
-            raise FormatError(
-                f"names the tag {tag!r}, which is not there"
-                if tag
-                else "is empty: it names no tag",
-                where=str(latest),
-                remedy=_name_one(path, tags),
-            )
-        return _sharded(path, tag)
+        if tag in tags:
+            return _sharded(path, tag)
+        if tag in _folders(path):
+            raise _without_models(path / tag)
+        raise FormatError(
+            f"names the tag {tag!r}, which is not there" if tag else "is empty: it names no tag",
+            where=str(latest),
+            remedy=_name_one(path, tags) if tags else "copy the folder of the tag beside it",
+        )
+    if not tags:
+        raise _without_models(path)
     if len(tags) > 1:
         raise FormatError(
             f"has {len(tags)} tags and no file {_LATEST!r} that says which one is meant",
@@ -153,6 +151,20 @@ def find_tag(path: Path) -> tuple[Path, str]:
             remedy=_name_one(path, tags),
         )
     return _sharded(path, tags[0])
+
+
+def _without_models(path: Path) -> FormatError:
+    """What is wrong with a tag whose model files are elsewhere: copies begin with the others."""
+    folders = [path, *(path / name for name in sorted(_folders(path)))]
+    found = ((folder, sum(map(_is_optimizer, _names(folder)))) for folder in folders)
+    folder, count = next((each for each in found if each[1]), (path, 0))
+    has = f"has {counted(count, 'file')} of the optimizer and none" if count else "has no file"
+    return FormatError(
+        f"{has} of the model (*_model_states.pt)",
+        where=str(folder),
+        remedy="add them: a copy or a save was stopped, or each machine saved its own ranks on a "
+        "disk of its own",
+    )
 
 
 def _sharded(path: Path, tag: str) -> tuple[Path, str]:
@@ -258,18 +270,25 @@ def _has_states(path: Path) -> bool:
     )
 
 
+def _is_optimizer(name: str) -> bool:
+    return bool(_OPTIMIZER.fullmatch(name) or _EXPERT_OPTIMIZER.fullmatch(name))
+
+
 def _tags(path: Path) -> list[str]:
     return sorted(_tag_names(path), key=_natural)
 
 
 def _tag_names(path: Path) -> Iterator[str]:
+    for name in _folders(path):
+        if _has_states(path / name):
+            yield name
+
+
+def _folders(path: Path) -> list[str]:
     try:
-        folders = [entry for entry in path.iterdir() if entry.is_dir()]
+        return [entry.name for entry in path.iterdir() if entry.is_dir()]
     except OSError as error:
         raise ExecutionError(f"cannot be listed ({error.strerror})", where=str(path)) from error
-    for folder in folders:
-        if _has_states(folder):
-            yield folder.name
 
 
 def _read_latest(latest: Path) -> str:
