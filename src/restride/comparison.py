@@ -35,7 +35,7 @@ from restride.frozen import Frozen
 from restride.planning.conversion import plan_reading
 from restride.storage.fingerprint_files import read_fingerprints
 from restride.storage.ranges import FilePool
-from restride.wording import counted
+from restride.wording import counted, which
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -380,7 +380,8 @@ def _deviations(
                 details["found"] = ours
                 yield Finding("error", "fingerprint-differs", message, where, details)
     if more:
-        message = f"{counted(more, 'array')} not compared: {file} has no fingerprint"
+        those = which(more, "it", "them")
+        message = f"{counted(more, 'array')} not compared: {file} has no fingerprint of {those}"
         yield Finding("note", "fingerprint-unknown", message, "", {"arrays": more})
 
 

@@ -122,7 +122,7 @@ class BudgetError(PlanError):
             f"a budget of {budget_nbytes:,} byte{'' if budget_nbytes == 1 else 's'} of memory is "
             f"below the {needed_nbytes:,} bytes needed",
             where=where,
-            remedy=f"raise it (--memory) to at least {needed_nbytes:,} bytes",
+            remedy=f"raise it: --memory {needed_nbytes} or more",
         )
         self.needed_nbytes = needed_nbytes
         self.budget_nbytes = budget_nbytes

@@ -115,6 +115,10 @@ def test_the_help_of_a_conversion_has_every_option_once_under_a_heading() -> Non
         (["convert", "a", "b", "--wait", "nan"], "'--wait': 'nan' is no number"),
         (["convert", "a", "b", "--wait", "-1"], "'--wait': -1 is not at least 0"),
         (["convert", "a", "b", "--tp", "two"], "'--tp': 'two' is no whole number"),
+        (
+            ["convert", "a", "b", "--tp"],
+            "convert: option '--tp' requires an argument; see restride convert --help",
+        ),
         (["convert", "a", "b", "--tp", "1_0"], "'--tp': '1_0' is no whole number"),
         (["convert", "a", "b", "--tp", "9" * 5000], "is no whole number"),
         (["convert", "a", "b", "--zero", "4"], "'--zero': 4 is not from 0 to 3"),

@@ -107,7 +107,7 @@ def test_a_budget_that_is_just_enough_to_compare_is_enough_where_rows_moved(tmp_
     diff = ("diff", tmp_path / "out", swapped, "--memory")
 
     refused = run(*diff, "1KB").err
-    ran = run(*diff, refused.split("at least ")[1].split(" ")[0].replace(",", ""))
+    ran = run(*diff, refused.split("--memory ")[1].split(" ")[0])
 
     assert ran.code == 1
     assert ran.out.splitlines()[-1] == "different: 1 of 13 arrays differs"
@@ -226,6 +226,36 @@ def test_fingerprints_are_written_once_and_checked_against(converted: Path, tmp_
     assert last == f"ok: all 65 fingerprints in {file} are those of the checkpoint"
 
 
+@pytest.mark.parametrize("name", [".", "missing/f.json"])
+def test_a_place_where_no_fingerprints_can_be_written_is_refused_before_tensors_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(api, "fingerprint", lambda *_, **__: pytest.fail("tensors were read"))
+
+    refused = run("fingerprint", SAMPLE, "-o", tmp_path / name)
+
+    assert refused.code == 2
+    assert str(tmp_path / name) in refused.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_weights_alone_a_check_says_which_fingerprints_to_take(
+    converted: Path, tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights"
+    run("convert", converted, weights)
+    run("fingerprint", SAMPLE, "-o", tmp_path / "all.json")
+    run("fingerprint", SAMPLE, "-o", tmp_path / "weights.json", "--states", "weights")
+
+    by_all = run("check", weights, "--against", tmp_path / "all.json")
+    by_weights = run("check", weights, "--against", tmp_path / "weights.json")
+
+    assert by_all.out.endswith(
+        "52 errors in 13 arrays; of weights alone, take the fingerprints with --states weights\n"
+    )
+    assert by_weights.code == 0, by_weights.out
+
+
 def test_a_check_against_other_fingerprints_is_a_finding(master: Path, tmp_path: Path) -> None:
     run("fingerprint", master, "-o", tmp_path / "f.json")
 
@@ -260,7 +290,7 @@ def test_a_check_against_an_output_whose_arrays_are_cut_says_how_many_it_compare
     none = run("check", SAMPLE, "--against", tmp_path / "none.json")
 
     assert partial.code == 0
-    assert f"note: 52 arrays not compared: {out} has no fingerprint" in partial.out
+    assert f"note: 52 arrays not compared: {out} has no fingerprint of them [" in partial.out
     assert partial.out.endswith(f"ok: all 13 fingerprints in {out} are those of the checkpoint\n")
     assert none.code == 2
     assert "has no fingerprint, as every array of the output is cut" in none.err

@@ -195,7 +195,7 @@ def test_the_smallest_budget_that_works_is_named_before_the_first_byte_moves():
     plan = plan_conversion([job], budget_nbytes=needed, workers=4)
     assert plan.projected_nbytes == needed
     assert plan.workers == 1
-    with pytest.raises(BudgetError, match=f"at least {needed:,} bytes"):
+    with pytest.raises(BudgetError, match=f"--memory {needed} or more"):
         plan_conversion([job], budget_nbytes=needed - 1, workers=4)
 
 

@@ -225,7 +225,13 @@ def test_the_bytes_that_were_held_together_are_reported(sample):
     # What both ranks hold whole is compared among them.
     numel = sum(t.layout.full_numel for t in catalog.tensors if not replication(t.layout))
     assert report.rounded_nbytes == 2 * numel > 0
-    assert "weights are their master copies" in run("check", sample).out
+    assert "weights are their master copies, rounded\n" in run("check", sample).out
+
+
+def test_of_weights_in_full_precision_nothing_is_said_to_be_rounded(shared):
+    checked = run("check", shared / "checkpoints" / "llama_tp2_z1_fp32").out
+
+    assert "weights are their master copies\n" in checked
 
 
 def test_progress_counts_both_comparisons_as_one(sample):
@@ -260,7 +266,7 @@ def test_a_budget_that_is_too_small_names_the_one_that_is_enough(sample):
     plans = plan_masters(catalog, budget_nbytes=needed)
     assert plans is not None
     assert plans.projected_nbytes <= needed
-    with pytest.raises(BudgetError, match=f"at least {needed:,} bytes"):
+    with pytest.raises(BudgetError, match=f"--memory {needed} or more"):
         plan_masters(catalog, budget_nbytes=needed - 1)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from restride.errors import ExecutionError, ExistsError
-from restride.storage.atomic_file import write_small_file
+from restride.storage.atomic_file import require_place, write_small_file
 
 
 def names_in(folder):
@@ -55,6 +55,25 @@ def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch):
     assert names_in(tmp_path) == ["f"]
 
 
+@pytest.mark.parametrize("write", [require_place, lambda path: write_small_file(path, b"x")])
+@pytest.mark.parametrize(
+    ("name", "error"), [("old", ExistsError), (".", ExistsError), ("no/f", ExecutionError)]
+)
+def test_what_cannot_be_written_is_refused_before_as_it_would_be_then(tmp_path, write, name, error):
+    (tmp_path / "old").write_bytes(b"old")
+
+    with pytest.raises(error):
+        write(tmp_path / name)
+
+    assert names_in(tmp_path) == ["old"]
+
+
+def test_a_place_that_is_free_stays_free(tmp_path):
+    require_place(tmp_path / "f")
+
+    assert names_in(tmp_path) == []
+
+
 @pytest.fixture(params=[errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
 def no_links(request, monkeypatch):
     """A file system on which a file has one name, by all that such ones answer."""
@@ -95,7 +114,7 @@ def test_an_error_of_a_link_is_not_taken_for_a_file_system_without(tmp_path, mon
 def test_a_folder_is_never_replaced(tmp_path):
     (tmp_path / "f").mkdir()
 
-    with pytest.raises(ExistsError, match="another name"):
+    with pytest.raises(ExistsError, match="it is a folder"):
         write_small_file(tmp_path / "f", b"new", force=True)
 
 

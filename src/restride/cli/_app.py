@@ -60,6 +60,16 @@ class _LazyGroup(click.Group):
         command = importlib.import_module(f"restride.cli.{cmd_name}").command
         return command if isinstance(command, click.Command) else None
 
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            # Of an option without its value click does not say which command has it.
+            name = ctx.invoked_subcommand
+            if error.ctx is None and name is not None and (command := self.get_command(ctx, name)):
+                error.ctx = click.Context(command, ctx, name)
+            raise
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
         with formatter.section("Commands"):

@@ -133,7 +133,19 @@ def show_report(
         for severity in ("error", "warning")
         if counts[severity]
     ]
-    page.line(f"{' and '.join(parts)} in {format_count(arrays, 'array')}", "bad")
+    page.line(f"{' and '.join(parts)} in {format_count(arrays, 'array')}{_advice(report)}", "bad")
+
+
+def _advice(report: CheckReport) -> str:
+    """What to compare with, where all that is wrong is that weights alone were converted."""
+    errors = [finding for finding in report.findings if finding.severity == "error"]
+    are_states = (
+        finding.kind == "fingerprint-missing" and finding.details["state"] != "weight"
+        for finding in errors
+    )
+    if not errors or not all(are_states):
+        return ""
+    return "; of weights alone, take the fingerprints with --states weights"
 
 
 def _proved(report: CheckReport, arrays: int, kept: tuple[str, int] | None) -> Iterator[str]:
@@ -144,10 +156,20 @@ def _proved(report: CheckReport, arrays: int, kept: tuple[str, int] | None) -> I
     )
     yield f"{whole} whole{alike if report.compared_nbytes else ''}"
     if report.rounded_nbytes:
-        yield f"{format_size(report.rounded_nbytes)} of weights are their master copies, rounded"
+        rounded = ", rounded" if _is_rounded(report) else ""
+        yield f"{format_size(report.rounded_nbytes)} of weights are their master copies{rounded}"
     if report.verified_nbytes:
         yield f"{format_size(report.verified_nbytes)} of files are what was written"
     if kept is not None:
         against, count = kept
         those = "the one fingerprint" if count == 1 else f"all {format_count(count, 'fingerprint')}"
         yield f"{those} in {against} {which(count, 'is that', 'are those')} of the checkpoint"
+
+
+def _is_rounded(report: CheckReport) -> bool:
+    """Whether any weight is of another kind of number than its master copy."""
+    states = (tensor.states for tensor in report.catalog.tensors)
+    return any(
+        "weight" in found and "fp32" in found and found["weight"].dtype != found["fp32"].dtype
+        for found in states
+    )

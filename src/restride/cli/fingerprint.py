@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -17,8 +16,7 @@ from restride.cli.output import Column, open_page, write_json
 from restride.cli.progress import open_progress
 from restride.cli.sizes import format_count
 from restride.cli.stage_options import tied_option
-from restride.errors import ExistsError
-from restride.storage.atomic_file import write_small_file
+from restride.storage.atomic_file import require_place, write_small_file
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -65,8 +63,8 @@ def command(
     arrays that differ by accident have the same one with a chance below 2^-95; it is no
     protection against forgery.
     """
-    if out is not None and Path(out).exists() and not force:
-        raise ExistsError("it exists already", where=out, remedy="choose another name, or --force")
+    if out is not None:
+        require_place(out, force=force)
     with open_progress("reading") as observer:
         found = api.fingerprint(
             checkpoint,

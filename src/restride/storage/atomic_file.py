@@ -15,7 +15,7 @@ from restride.storage.output_files import sync_path
 if TYPE_CHECKING:
     from os import PathLike
 
-__all__ = ["write_small_file"]
+__all__ = ["require_place", "write_small_file"]
 
 # What file systems answer on which a file has one name: FAT, SMB, many in user space.
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -33,11 +33,7 @@ def write_small_file(path: str | PathLike[str], content: bytes, *, force: bool =
         ExistsError: Something is there and `force` is not set, or it is a folder.
         ExecutionError: The system cannot write it.
     """
-    target = Path(os.path.realpath(path))
-    beside = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.restride-tmp")
-    if target.is_dir() or (target.exists() and not force):
-        remedy = "choose another name" if target.is_dir() else "choose another name, or --force"
-        raise ExistsError("it exists already", where=str(path), remedy=remedy)
+    target, beside = _places(path, force=force)
     try:
         with beside.open("xb") as file:
             file.write(content)
@@ -49,14 +45,41 @@ def write_small_file(path: str | PathLike[str], content: bytes, *, force: bool =
             _take_name(target, beside)
         sync_path(target.parent)
     except FileExistsError as error:
-        raise ExistsError(
-            "it exists already", where=str(path), remedy="choose another name, or --force"
-        ) from error
+        raise _exists(path) from error
     except OSError as error:
         raise ExecutionError(f"cannot be written ({error.strerror})", where=str(path)) from error
     finally:
         with suppress(OSError):
             beside.unlink()
+
+
+def require_place(path: str | PathLike[str], *, force: bool = False) -> None:
+    """Refuse what `write_small_file` would refuse, before the long work whose result it is.
+
+    Raises:
+        ExistsError, ExecutionError: As of that.
+    """
+    _, beside = _places(path, force=force)
+    try:
+        beside.open("xb").close()
+        beside.unlink()
+    except OSError as error:
+        raise ExecutionError(f"cannot be written ({error.strerror})", where=str(path)) from error
+
+
+def _places(path: str | PathLike[str], *, force: bool) -> tuple[Path, Path]:
+    """Where the file shall be, and where it is until it is complete."""
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise ExistsError("it is a folder", where=str(path), remedy="give the name of a file")
+    if target.exists() and not force:
+        raise _exists(path)
+    return target, target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.restride-tmp")
+
+
+def _exists(path: str | PathLike[str]) -> ExistsError:
+    remedy = "choose another name, or --force"
+    return ExistsError("it exists already", where=str(path), remedy=remedy)
 
 
 def _take_name(target: Path, beside: Path) -> None:
