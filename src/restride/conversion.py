@@ -294,7 +294,10 @@ def _require_process(
 ) -> tuple[int, int]:
     """Number of this process, and how many there are."""
     if (executor is None) != (parts is None):
-        raise PlanError("an executor and a number of parts go together", remedy="give both")
+        raise PlanError(
+            "an executor and a number of parts go together",
+            remedy="give both --executor and --parts",
+        )
     if executor is not None and process is not None:
         raise PlanError(
             "an executor runs all parts, and a process is one of several that write a part each",

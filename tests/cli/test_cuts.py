@@ -98,10 +98,11 @@ def test_without_ranks_the_families_of_each_cut_are_listed(checkpoint: Path) -> 
         "128     split of dimension 0 evenly, or split of dimension 0 by heads: 2, 4, 8, 16, 32, "
         "64, or chunked of dimension 0 rounded up"
     )
-    assert ran.out.splitlines()[-1] == (
-        "split of dimension 1 evenly: told apart where rows do not divide: the first ranks get one "
-        "more"
-    )
+    assert ran.out.splitlines()[-3:] == [
+        "chunked rounded up: told apart where it does not divide: the last ranks are short",
+        "split by heads: told apart on other ranks: a head is never cut",
+        "split evenly: told apart where it does not divide: the first ranks get one more",
+    ]
     fused = kinds["transformer.h.*.attn.qkv_proj.weight"]
     assert fused["tensors"] == [QKV]
     assert fused["shape"] == [96, 32]

@@ -112,6 +112,17 @@ def test_files_of_two_saves_or_ranks_are_not_to_be_decided_between(capsys, kind)
     assert f"of different saves or ranks ({kind} above)" in lines[-1]
 
 
+def test_copies_that_are_ones_by_what_was_told_of_the_cut_may_be_parts(capsys):
+    told = Finding("note", "told-cut", "as was told, 1 by rule")
+
+    lines = shown(capsys, told, drift("h.0.bias"))
+    others = shown(capsys, drift("h.0.bias"))
+
+    assert any("correct --source-config or --source-rules" in line for line in lines)
+    assert "--replicas" in lines[-1]
+    assert not [line for line in others if "--source-rules" in line]
+
+
 def test_what_was_decided_is_told_of_each_row(capsys):
     lines = shown(
         capsys,

@@ -133,7 +133,7 @@ def _renamed(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> dict[str, st
             )
     if unused:
         raise PlanError(
-            f"no tensor has a name that {min(unused)!r} matches as a whole",
+            f"no tensor has a name that '{min(unused)}' matches as a whole",
             remedy="a rule is OLD=NEW, OLD a regular expression for whole names of the first one",
         )
     return result
@@ -144,7 +144,7 @@ def _pattern(old: str) -> re.Pattern[str]:
         return re.compile(old)
     except re.error as error:
         raise PlanError(
-            f"{old!r} is no regular expression ({error})",
+            f"'{old}' is no regular expression ({error})",
             remedy="put a backslash before signs that stand for themselves",
         ) from None
 
@@ -154,8 +154,8 @@ def _expanded(match: re.Match[str], old: str, new: str) -> str:
         return match.expand(new)
     except (re.error, IndexError) as error:
         raise PlanError(
-            f"{new!r} cannot replace what {old!r} matches ({error})",
-            remedy=f"{old!r} has {counted(match.re.groups, 'group')}: \\1 is the first",
+            f"'{new}' cannot replace what '{old}' matches ({error})",
+            remedy=f"'{old}' has {counted(match.re.groups, 'group')}: \\1 is the first",
         ) from None
 
 

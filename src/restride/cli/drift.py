@@ -25,6 +25,7 @@ _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 _MIXED: Final = frozenset(
     {"step-mismatch", "settings-mismatch", "run-mismatch", "master-mismatch", "other-rank"}
 )
+_TOLD: Final = "told-cut"
 
 
 class _Group(Struct):
@@ -147,7 +148,7 @@ def _span(numbers: Iterable[int]) -> str:
 
 
 def _advice(
-    groups: Sequence[_Group], rows: Sequence[Sequence[str]], findings: Iterable[Finding]
+    groups: Sequence[_Group], rows: Sequence[Sequence[str]], findings: Sequence[Finding]
 ) -> Iterator[str]:
     mixed = next((finding for finding in findings if finding.kind in _MIXED), None)
     if mixed is not None:
@@ -157,6 +158,11 @@ def _advice(
             "copies."
         )
         return
+    if any(finding.kind == _TOLD for finding in findings):
+        yield (
+            "That these are copies is what was told of the cut: if ranks hold parts of them, "
+            "correct --source-config or --source-rules instead."
+        )
     choices = list(dict.fromkeys(choice for group in groups for choice in _choices(group)))
     one = f"{' or '.join(choices)} for that of one rank, " if choices else ""
     yield (
@@ -164,9 +170,9 @@ def _advice(
         "which one counts."
     )
     yield (
-        f"--replicas COPY takes {one}first for that of the lowest rank, mean for their mean, "
-        "own for each rank of --to deepspeed its own; "
-        f"--replicas '{rows[0][0]}=COPY' for some tensors only."
+        f"--replicas COPY takes {one}first for that of the lowest rank, mean for their mean, and "
+        "with --to deepspeed own, for each rank to keep its own; "
+        f"--replicas '{rows[0][0]}=COPY' is for some tensors only."
     )
 
 

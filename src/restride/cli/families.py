@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+import re
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.cli.contents import show_headline
 from restride.cli.exits import ExitCode
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["show_families"]
 
+_DIMENSION: Final = re.compile(r" of dimension \d+")
 _Kinds: TypeAlias = "dict[tuple[str, Layout], list[str]]"
 _Known: TypeAlias = "dict[Layout, tuple[Recognized, ...]]"
 
@@ -81,8 +83,8 @@ def _in_words(families: tuple[Recognized, ...]) -> str:
 
 
 def _rule(family: Recognized) -> str:
-    """A family without its numbers."""
-    return family.text.partition(":")[0]
+    """A family without its numbers, and without the dimension: that tells nothing apart."""
+    return _DIMENSION.sub("", family.text.partition(":")[0])
 
 
 def _to_json(family: Recognized) -> dict[str, object]:

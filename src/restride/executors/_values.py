@@ -133,7 +133,7 @@ def refusal(step: Step, drift: ReplicaDrift, main: memoryview, replica: memoryvi
         first_index=full_index,
         where=f"tensor {drift.tensor!r}, state {drift.state!r}",
         remedy="see the whole table with `restride check`, then decide: --replicas first or mean, "
-        "or the rank whose copy counts, as tp=1, or own, for each rank of --to deepspeed its own",
+        "or the rank whose copy counts, as tp=1, or with --to deepspeed own, each rank's own",
     )
 
 

@@ -125,7 +125,7 @@ def _change(then: object, now: object) -> str:
         case _, None:
             return "is not there any more"
         case [int(before), *_], [int(after), *_] if before != after:
-            return f"had {before} bytes and has {after}"
+            return f"had {before:,} bytes and has {after:,}"
         case [*then_stamp, _], [*now_stamp, _] if then_stamp == now_stamp:
             return "has other bytes, with the same time of change"
     return "was written to since then"

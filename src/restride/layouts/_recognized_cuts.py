@@ -76,9 +76,9 @@ class Segments(Frozen):
     @property
     def apart(self) -> str:
         return {
-            "near-even": "told apart where rows do not divide: the first ranks get one more",
+            "near-even": "told apart where it does not divide: the first ranks get one more",
             "heads": "told apart on other ranks: a head is never cut",
-            "chunked": "told apart where rows do not divide: the last ranks are short",
+            "chunked": "told apart where it does not divide: the last ranks are short",
         }.get(self.rule.name, "told apart by the model only")
 
     @property
