@@ -165,19 +165,36 @@ def _lay_out_safetensors(
 ) -> Export:
     """Describe the output files, and which state goes where, in the same order."""
     from restride.formats.safetensors import lay_out  # noqa: PLC0415 - only when it is written
+    from restride.formats.safetensors.files import (  # noqa: PLC0415 - likewise
+        MODEL_STEM,
+        OPTIMIZER_STEM,
+    )
+    from restride.formats.safetensors.spelling import (  # noqa: PLC0415 - likewise
+        DEFAULT_METADATA,
+        VALUES_NAME,
+        WRITTEN_WITH,
+    )
 
     most = _SHARD_NBYTES if max_shard_nbytes is None else max_shard_nbytes
     selected = list(select_weights(catalog, dtype))
-    outputs = [lay_out(_targets(selected), stem="model", max_shard_nbytes=most)]
+    moments = list(select_optimizer(catalog)) if states == "all" else []
+    sets = {MODEL_STEM: _targets(selected)}
+    if moments:
+        sets[OPTIMIZER_STEM] = _targets(moments)
+    # Each file says what else there is, or nothing would tell that it is gone.
+    metadata = dict(DEFAULT_METADATA)
     if states == "all":
-        moments = list(select_optimizer(catalog))
-        if moments:
-            outputs.append(lay_out(_targets(moments), stem="optimizer", max_shard_nbytes=most))
-        selected += moments
+        metadata[WRITTEN_WITH] = " ".join([*sets, VALUES_NAME])
+    outputs = [
+        lay_out(targets, stem=stem, max_shard_nbytes=most, metadata=metadata)
+        for stem, targets in sets.items()
+    ]
+    if states == "all":
         import msgspec  # noqa: PLC0415 - only where there are values to write
 
         values = msgspec.json.format(msgspec.json.encode(dict(catalog.values)), indent=1) + b"\n"
-        outputs.append(Output((OutputFile("state.json", len(values), ((0, values),)),)))
+        outputs.append(Output((OutputFile(VALUES_NAME, len(values), ((0, values),)),)))
+    selected += moments
     return Export(Output.joined(outputs), tuple(selected))
 
 

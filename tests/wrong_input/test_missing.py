@@ -153,3 +153,49 @@ def test_a_universal_folder_has_experts_among_its_parameters_and_lacks_no_file(t
     kinds = {finding.kind for finding in api.check(tmp_path / "out").findings}
 
     assert "missing-file" not in kinds
+
+
+@pytest.mark.parametrize("limit", [None, 100_000])
+@pytest.mark.parametrize("lost", ["optimizer", "state.json", "model"])
+def test_a_part_of_an_output_of_safetensors_is_lost_with_the_manifest(
+    damaged, tmp_path, lost, limit
+):
+    """As a copy that was stopped leaves it: the files that are there are whole."""
+    out = tmp_path / "out"
+    run = damaged("llama_tp2_z1")
+    api.convert(run.folder, out, states="all", max_shard_nbytes=limit)
+    assert not api.check(out).findings
+    for file in [out / "restride.json", *out.glob(f"{lost}*")]:
+        file.unlink()
+
+    (told,) = [f for f in api.check(out).findings if f.severity != "note"]
+
+    assert (told.kind, told.severity) == ("missing-file", "error")
+    assert f" was written together with {lost}" in told.message
+    with pytest.raises(RestrideError, match="was written together with"):
+        api.convert(out, tmp_path / "again", states="all")
+    if lost != "model":
+        assert api.convert(out, tmp_path / "again").written_nbytes
+
+
+def test_one_file_of_an_output_is_read_without_the_others(damaged, tmp_path):
+    run = damaged("llama_tp2_z1")
+    api.convert(run.folder, tmp_path / "out", states="all")
+    for name in ("optimizer.safetensors", "restride.json"):
+        (tmp_path / "out" / name).unlink()
+
+    assert not api.check(tmp_path / "out" / "model.safetensors").findings
+
+
+def test_what_an_output_was_written_with_is_no_value_of_it(damaged, tmp_path):
+    """Conversions of it would carry it on, into outputs with other files."""
+    run = damaged("llama_tp2_z1")
+    api.convert(run.folder, tmp_path / "all", states="all")
+    api.convert(tmp_path / "all", tmp_path / "again", states="all")
+
+    first, again = (api.open(tmp_path / name).values for name in ("all", "again"))
+
+    assert first["safetensors_metadata"] == {
+        name: {"format": "pt"} for name in ("model.safetensors", "optimizer.safetensors")
+    }
+    assert again == first

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from os import PathLike
 
-__all__ = ["FileSet", "Listing", "list_files"]
+__all__ = ["MODEL_STEM", "OPTIMIZER_STEM", "FileSet", "Listing", "list_files"]
 
 _LARGEST_INDEX_NBYTES: Final = 100_000_000
 # Transformers writes five digits; published models have six of the count too, or what it takes.
 _SHARD: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})", re.ASCII)
 # Where a folder has a model, other files in it are other forms or parts of it.
-_MODEL_STEM: Final = "model"
-_OPTIMIZER_STEM: Final = "optimizer"
-_OWN_STEMS: Final = frozenset({_MODEL_STEM, _OPTIMIZER_STEM})
+MODEL_STEM: Final = "model"
+OPTIMIZER_STEM: Final = "optimizer"
+_OWN_STEMS: Final = frozenset({MODEL_STEM, OPTIMIZER_STEM})
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -66,11 +66,13 @@ class Listing(Frozen):
     Attributes:
         root: Folder that the names are relative to.
         sets: Sets of files.
+        stems: What the names of each start with; empty where a file was named, and not its folder.
         findings: What was left out.
     """
 
     root: Path
     sets: tuple[FileSet, ...]
+    stems: tuple[str, ...] = ()
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -97,21 +99,21 @@ def list_files(path: str | PathLike[str]) -> Listing:
     if not sets:
         raise FormatError(f"has no *{SUFFIX}", where=str(place))
     ignored: list[str] = []
-    if _MODEL_STEM in sets:
+    if MODEL_STEM in sets:
         ignored = sorted(name for stem in sets.keys() - _OWN_STEMS for name in sets[stem].names)
         sets = {
-            stem: replace(found, is_of_optimizer=stem == _OPTIMIZER_STEM)
+            stem: replace(found, is_of_optimizer=stem == OPTIMIZER_STEM)
             for stem, found in sets.items()
             if stem in _OWN_STEMS
         }
     taken = {name for found in sets.values() for name in found.names}
     ignored += [name for name in names if name.endswith(SUFFIX) and name not in {*taken, *ignored}]
-    return Listing(place, tuple(sets.values()), _ignored(ignored))
+    return Listing(place, tuple(sets.values()), tuple(sets), _ignored(ignored))
 
 
 def _named(place: Path, stem: str, found: FileSet) -> Listing:
     """What a path to a file means."""
-    is_of_optimizer = False if stem == _MODEL_STEM else None
+    is_of_optimizer = False if stem == MODEL_STEM else None
     return Listing(place.parent, (replace(found, is_of_optimizer=is_of_optimizer),))
 
 
@@ -145,7 +147,7 @@ def _sets_by_stem(folder: Path, names: Iterable[str]) -> dict[str, FileSet]:
             sets[stem] = FileSet((singles[stem],))
         elif stem not in indexes:
             sets[stem] = FileSet(_complete(folder, shards[stem]))
-    return dict(sorted(sets.items(), key=lambda found: (found[0] != _MODEL_STEM, found[0])))
+    return dict(sorted(sets.items(), key=lambda found: (found[0] != MODEL_STEM, found[0])))
 
 
 def _complete(folder: Path, names: list[str]) -> tuple[str, ...]:

@@ -18,25 +18,32 @@ from restride.checkpoint.catalog import (
     TensorEntry,
 )
 from restride.errors import CorruptError
-from restride.formats.safetensors.files import list_files
+from restride.formats.safetensors.files import MODEL_STEM, OPTIMIZER_STEM, list_files
 from restride.formats.safetensors.header import HeaderTensor, read_header
-from restride.formats.safetensors.spelling import split_state, whole_layout
+from restride.formats.safetensors.spelling import (
+    SUFFIX,
+    VALUES_NAME,
+    WRITTEN_WITH,
+    split_state,
+    whole_layout,
+)
 from restride.storage.ranges import RangeFile
 from restride.storage.typed_json import parse_typed
 from restride.wording import counted, which
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from os import PathLike
     from pathlib import Path
 
     from restride.algebra.layout import Layout, Shape
-    from restride.formats.safetensors.files import FileSet
+    from restride.formats.safetensors.files import FileSet, Listing
 
 __all__ = ["read_catalog"]
 
-_VALUES_NAME: Final = "state.json"
 _LARGEST_VALUES_NBYTES: Final = 100_000_000
+# What a conversion writes: a file of values, and sets of files by what their names start with.
+_PARTS: Final = frozenset({MODEL_STEM, OPTIMIZER_STEM, VALUES_NAME})
 # States that say which shape the tensor has, the best one first.
 _MAIN_STATES: Final = ("weight", "fp32")
 
@@ -70,8 +77,10 @@ def read_catalog(path: str | PathLike[str]) -> Catalog:
     if collected.split:
         collected.findings.append(_states_by_name([*collected.split.values()]))
     values: dict[str, object] = {}
-    if os.path.lexists(listing.root / _VALUES_NAME) and listing.root.samefile(path):
-        values.update(_read_values(listing.root / _VALUES_NAME))
+    if listing.stems:
+        if os.path.lexists(listing.root / VALUES_NAME):
+            values.update(_read_values(listing.root / VALUES_NAME))
+        collected.findings.extend(_missing(listing, collected.written_with))
     if collected.metadata:
         values["safetensors_metadata"] = collected.metadata
     return Catalog(
@@ -96,6 +105,7 @@ class _Collected(Struct):
         metadata: Texts of each file that has any.
         findings: What was noticed.
         split: Key of each state of which nothing but the key says that it is one.
+        written_with: What files say that was written with them, each by the first that says it.
     """
 
     root: Path
@@ -105,6 +115,7 @@ class _Collected(Struct):
     metadata: dict[str, Mapping[str, str]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     split: dict[tuple[str, str], str] = field(default_factory=dict)
+    written_with: dict[str, str] = field(default_factory=dict)
 
     def add(self, found: FileSet) -> None:
         """Read the headers of files that belong together, and compare them with their index."""
@@ -136,8 +147,11 @@ class _Collected(Struct):
             header = read_header(file)
         number = len(self.files)
         self.files.append(FileEntry(name, file.nbytes, file.stamp))
-        if header.metadata:
-            self.metadata[name] = header.metadata
+        texts = dict(header.metadata)
+        for part in _PARTS.intersection(texts.pop(WRITTEN_WITH, "").split()):
+            self.written_with.setdefault(part, name)
+        if texts:
+            self.metadata[name] = texts
         for tensor in header.tensors:
             key = split_state(tensor.name, is_state=is_of_optimizer)
             if is_of_optimizer is None and key[0] != tensor.name:
@@ -208,6 +222,25 @@ def _read_values(path: Path) -> dict[str, object]:
                 f"{_LARGEST_VALUES_NBYTES} bytes"
             )
         return parse_typed(file.read(0, file.nbytes), dict[str, object])
+
+
+def _missing(listing: Listing, written_with: Mapping[str, str]) -> Iterator[Finding]:
+    """Tell of what one conversion wrote with these files, and is not there."""
+    for part, name in sorted(written_with.items()):
+        is_value = part == VALUES_NAME
+        if not is_value and part not in listing.stems:
+            lost = f"{part}{SUFFIX} (or its parts)"
+        elif is_value and not os.path.lexists(listing.root / VALUES_NAME):
+            lost = VALUES_NAME
+        else:
+            continue
+        message = (
+            f"{name} was written together with {lost}, which is not here; to read the rest alone, "
+            "name a file, or its index"
+        )
+        # Nobody needs more than the model for its weights.
+        details = {} if part == MODEL_STEM else {"part": "optimizer"}
+        yield Finding("error", "missing-file", message, str(listing.root), details)
 
 
 def _wrong_total(found: FileSet, total_nbytes: int) -> Finding:

@@ -10,15 +10,20 @@ from restride.algebra.piece import Axis, Piece
 from restride.checkpoint.dtypes import DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from restride.algebra.layout import Shape
     from restride.checkpoint.dtypes import DType
 
 __all__ = [
+    "DEFAULT_METADATA",
     "DTYPE_BY_CODE",
     "INDEX_SUFFIX",
     "LARGEST_HEADER_NBYTES",
     "METADATA_KEY",
     "SUFFIX",
+    "VALUES_NAME",
+    "WRITTEN_WITH",
     "split_state",
     "whole_layout",
 ]
@@ -26,6 +31,11 @@ __all__ = [
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 METADATA_KEY: Final = "__metadata__"
+# Transformers refuses files that do not say which framework their tensors are meant for.
+DEFAULT_METADATA: Final[Mapping[str, str]] = {"format": "pt"}
+VALUES_NAME: Final = "state.json"
+WRITTEN_WITH: Final = "restride_written_with"
+"""Key of the metadata: what one conversion wrote, as files or as what their names start with."""
 # The limit of the reference implementation.
 LARGEST_HEADER_NBYTES: Final = 100_000_000
 

@@ -10,6 +10,7 @@ from restride.checkpoint.catalog import Region
 from restride.checkpoint.output import Output, OutputFile, OutputTensor
 from restride.errors import PlanError, UnsupportedError
 from restride.formats.safetensors.spelling import (
+    DEFAULT_METADATA,
     DTYPE_BY_CODE,
     INDEX_SUFFIX,
     LARGEST_HEADER_NBYTES,
@@ -31,8 +32,6 @@ __all__ = ["lay_out"]
 
 _ALIGNMENT_NBYTES: Final = 8
 _CODE_BY_DTYPE: Final = {dtype.name: code for code, dtype in DTYPE_BY_CODE.items()}
-# Transformers refuses files that do not say which framework their tensors are meant for.
-_DEFAULT_METADATA: Final[Mapping[str, str]] = {"format": "pt"}
 
 
 def lay_out(
@@ -40,7 +39,7 @@ def lay_out(
     *,
     stem: str = "model",
     max_shard_nbytes: int | None = None,
-    metadata: Mapping[str, str] = _DEFAULT_METADATA,
+    metadata: Mapping[str, str] = DEFAULT_METADATA,
 ) -> Output:
     """Describe the files that hold some tensors.
 
