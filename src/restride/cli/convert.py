@@ -149,9 +149,7 @@ class _Convert(SectionedCommand):
     metavar="1|2|3",
     help="ZeRO stage of the engines that load a universal folder. Default: that of the source.",
 )
-@memory_option(
-    "all of it but the interpreter and what CHECKPOINT takes while it is opened, which come"
-)
+@memory_option("all of it but the interpreter, which comes")
 @click.option(
     "--replicas",
     multiple=True,
