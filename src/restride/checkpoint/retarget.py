@@ -120,7 +120,7 @@ def retarget(
         raise RuleError(
             f"{'--plan' if plan else '--no-plan'} says how the preset of a model is taken, and "
             "there is no model",
-            remedy="give the config.json of the model, or leave it out",
+            remedy="give the config.json of the model with --config, or leave it out",
         )
     return _Retargeting(catalog, tp, config, rules, plan, grain).run()
 
