@@ -194,7 +194,7 @@ def detect_format(path: str | PathLike[str]) -> Format:
     names = _names(place)
     if found := _format_in(place, names):
         return found
-    if (place / "optimizer_state.pt").is_file():
+    if "optimizer_state.pt" in names:
         raise FormatError(
             "is a part of a universal folder",
             where=str(place),
@@ -245,7 +245,7 @@ def _is_universal(folder: Path, names: list[str]) -> bool:
     """A folder that has both was converted beside its source, and is the source."""
     if "latest" in names:
         return False
-    return "latest_universal" in names or (folder / "zero" / "optimizer_state.pt").is_file()
+    return "latest_universal" in names or os.path.lexists(folder / "zero" / "optimizer_state.pt")
 
 
 def _has_states(names: Iterable[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -35,7 +36,7 @@ def read_fingerprints(file: str | PathLike[str]) -> Fingerprints:
         ExecutionError: It cannot be read.
     """
     path = Path(file)
-    if path.joinpath(MANIFEST_NAME).is_file():
+    if os.path.lexists(path / MANIFEST_NAME):
         path /= MANIFEST_NAME
     content = _content(path)
     # By what it says, too: a manifest may have been kept under another name.

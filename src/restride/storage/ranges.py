@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import OrderedDict
+from pathlib import Path
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, Final, Self
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-__all__ = ["FilePool", "Lease", "RangeFile", "read_exact", "write_exact"]
+__all__ = ["FilePool", "Lease", "RangeFile", "read_exact", "why_not_opened", "write_exact"]
 
 _MOST_OPEN: Final = 64
 # Journals, locks, and what is opened for a moment.
@@ -55,7 +56,8 @@ class RangeFile:
         try:
             self._descriptor = os.open(self.path, mode | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise ExecutionError(f"cannot be opened ({error.strerror})", where=self.path) from error
+            why = why_not_opened(error, self.path)
+            raise ExecutionError(f"cannot be opened ({why})", where=self.path) from error
         self._pages: dict[int, bytes] = {}
         status = os.fstat(self._descriptor)
         self.nbytes = status.st_size
@@ -349,6 +351,12 @@ def read_exact(path: str | PathLike[str], start_nbytes: int, buffer: WriteableBu
     """
     with RangeFile(path) as file:
         file.read_exact(start_nbytes, buffer)
+
+
+def why_not_opened(error: OSError, path: str | PathLike[str]) -> str:
+    """What the system said, or that a name is there, as a link, and no file behind it."""
+    is_broken = isinstance(error, FileNotFoundError) and Path(path).is_symlink()
+    return "a link to what is not there" if is_broken else str(error.strerror)
 
 
 def _reason(error: OSError | OverflowError) -> str:

@@ -15,6 +15,7 @@ counts the tensor-parallel ranks of one stage after those of another. Old versio
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -22,6 +23,7 @@ from msgspec import field
 
 from restride.errors import CorruptError, ExecutionError, FormatError, UnsupportedError
 from restride.frozen import Frozen
+from restride.storage.ranges import why_not_opened
 from restride.wording import counted
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ def find_tag(path: Path) -> tuple[Path, str]:
         return path, ""
     tags = _tags(path)
     latest = path / _LATEST
-    if latest.is_file():
+    if os.path.lexists(latest):
         tag = _read_latest(latest)
         if tag in tags:
             return _sharded(path, tag)
@@ -170,7 +172,7 @@ def _without_models(path: Path) -> FormatError:
 def _sharded(path: Path, tag: str) -> tuple[Path, str]:
     """The folder of a tag. Of a universal one only the weights would be seen."""
     folder = path / tag
-    if (folder / "zero" / "optimizer_state.pt").is_file() and not any(
+    if os.path.lexists(folder / "zero" / "optimizer_state.pt") and not any(
         map(_OPTIMIZER.fullmatch, _names(folder))
     ):
         raise FormatError(
@@ -251,9 +253,9 @@ def _refuse_other(path: Path, name: str) -> None:
 
 
 def _names(path: Path) -> list[str]:
-    """Names of the files in a folder, in natural order of the ranks."""
+    """Names of the files in a folder, in natural order of the ranks; of broken links too."""
     try:
-        names = [entry.name for entry in path.iterdir() if entry.is_file()]
+        names = [entry.name for entry in path.iterdir() if not entry.is_dir()]
     except OSError as error:
         raise ExecutionError(f"cannot be listed ({error.strerror})", where=str(path)) from error
     return sorted(names, key=_natural)
@@ -296,7 +298,8 @@ def _read_latest(latest: Path) -> str:
         with latest.open("rb") as file:
             text = file.read(_LONGEST_TAG + 1)
     except OSError as error:
-        raise ExecutionError(f"cannot be read ({error.strerror})", where=str(latest)) from error
+        why = why_not_opened(error, latest)
+        raise ExecutionError(f"cannot be read ({why})", where=str(latest)) from error
     try:
         tag = text.decode().strip()
     except UnicodeDecodeError:

@@ -31,6 +31,7 @@ from restride.formats.deepspeed.model_files import read_model_files
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
 from restride.formats.universal._values import read_values
 from restride.layouts.replicated import replicated
+from restride.storage.ranges import why_not_opened
 from restride.storage.torch_zip import TorchFiles
 from restride.wording import which
 
@@ -126,6 +127,9 @@ def find_folder(root: Path) -> str:
         with (root / LATEST).open("rb") as file:
             text = file.read(_LONGEST_TAG + 1)
     except OSError as error:
+        if os.path.lexists(root / LATEST):
+            why = why_not_opened(error, root / LATEST)
+            raise ExecutionError(f"cannot be read ({why})", where=str(root / LATEST)) from error
         raise FormatError(
             f"is no universal folder: it has neither {_PARAMETERS!r} nor {LATEST!r}",
             where=str(root),
@@ -147,9 +151,15 @@ def _is_name(text: str) -> bool:
 def _entries(folder: str | Path, *, is_folder: bool) -> list[str]:
     try:
         with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if entry.is_dir() == is_folder]
+            listed = [*entries]
+            for entry in listed:
+                if entry.is_symlink():
+                    entry.stat()  # nothing else tells whether it was a folder
+            return [entry.name for entry in listed if entry.is_dir() == is_folder]
     except OSError as error:
-        raise ExecutionError(f"cannot be listed ({error.strerror})", where=str(folder)) from error
+        where = str(error.filename or folder)
+        why = why_not_opened(error, where)
+        raise ExecutionError(f"cannot be listed ({why})", where=where) from error
 
 
 def _mesh(models: ModelFiles | None) -> Mesh:
@@ -263,7 +273,7 @@ class _Reader:
             )
             self._tell("error", "untrained-states", message, entry.name)
         file = f"{self._below}{entry.name}/fp32{_SUFFIX}"
-        if not os.path.isfile(self._path(file)):  # noqa: PTH113
+        if not os.path.lexists(self._path(file)):
             return
         value = self._opened.look(self._path(file)).value
         stored = value.get(_PARAM) if isinstance(value, dict) else value
@@ -392,7 +402,7 @@ class _Reader:
     def _read_optimizer(self) -> OptimizerState | None:
         path = self._folder / _PARAMETERS / OPTIMIZER_STATE
         name = f"{self._below}{OPTIMIZER_STATE}"
-        if not path.is_file():
+        if not os.path.lexists(path):
             message = f"{name} is not there: no engine resumes from the folder without it"
             self.findings.append(Finding("warning", "missing-file", message, name))
             return None

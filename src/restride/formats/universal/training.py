@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -56,7 +57,7 @@ def read_training(catalog: Catalog, opened: TorchFiles | None = None) -> Trainin
     folder = root / below if below else root
     models = read_model_files(folder, below, opened)
     path = folder / "zero" / OPTIMIZER_STATE
-    if models is None or not path.is_file():
+    if models is None or not os.path.lexists(path):
         missing = "no model files" if models is None else f"no zero/{OPTIMIZER_STATE}"
         raise UnsupportedError(
             f"has {missing}, and a training does not go on without",
@@ -121,7 +122,7 @@ def _steps(folder: Path, names: Sequence[str], opened: TorchFiles) -> dict[str, 
     found: dict[str, Value] = {}
     for name in names:
         path = folder / "zero" / name / "step.pt"
-        value = opened.open(path).value if path.is_file() else None
+        value = opened.open(path).value if os.path.lexists(path) else None
         if isinstance(value, StoredTensor):
             return {}
         if value is None:
