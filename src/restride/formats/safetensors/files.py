@@ -184,7 +184,7 @@ def _require_beside(folder: Path, name: str) -> None:
     if not name.endswith(SUFFIX) or name.startswith(".") or {"/", "\\", "\0"} & set(name):
         raise CorruptError(f"{name!r} is not the name of a safetensors file beside the index")
     if not (folder / name).exists():
-        raise CorruptError(f"{name!r} is named, and is not there")
+        raise CorruptError(f"{name!r} is named, and is not there", remedy="copy it again")
 
 
 def _ignored(names: list[str]) -> list[Finding]:
