@@ -344,7 +344,7 @@ def test_a_shard_that_no_index_names_is_noted(tmp_path: Path) -> None:
         (["model-00002-of-00002"], {}, "are not all files of one sharded checkpoint"),
         (["m-00001-of-00001", "m-00002-of-00002"], {}, "are not all files of one sharded"),
         (["a", "b"], {}, "b.safetensors: tensor 'a': is in 'a.safetensors' as well"),
-        (["x"], {"a": "y.safetensors"}, "'y.safetensors' is not there; copy it again"),
+        (["x"], {"a": "y.safetensors"}, "is named, and is not there; copy it again"),
         (["x", "y"], {"a": "y.safetensors", "b": "x.safetensors"}, "places it in 'y.safetensors'"),
         (["x"], {"b": "x.safetensors"}, "tensor 'a': the index has no entry"),
         (["x"], {"a": "x.safetensors", "b": "x.safetensors"}, "1 tensor of the index is not in"),
