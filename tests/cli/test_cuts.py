@@ -241,7 +241,7 @@ def test_a_pipe_in_the_place_of_a_config_is_no_config(checkpoint: Path) -> None:
         (b"\xff", "my.toml: is no UTF-8 text"),
         (b"rest = =", "my.toml: is no TOML"),
         (b" " * (1 << 20) + b"x", "larger than the limit of 1048576 bytes"),
-        (b"", "my.toml: names None as its format"),
+        (b"", "my.toml: names nothing as its format"),
     ],
 )
 def test_a_rule_file_that_is_none_is_refused(checkpoint: Path, content: bytes, words: str) -> None:
@@ -264,7 +264,7 @@ def test_a_rule_file_that_is_none_is_refused(checkpoint: Path, content: bytes, w
         (("--tp", "4", "--no-plan"), "--no-plan says how the preset"),
         (
             ("--tp", "4"),
-            "give the config.json of the model with --config (the names are those of codegen)",
+            "give the config.json of the model with --config",
         ),
     ],
 )

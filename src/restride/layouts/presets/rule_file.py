@@ -122,8 +122,9 @@ def read_rules(text: str, *, where: str = "rules") -> Rules:
         raise RuleError(f"is no TOML: {error}", where=where) from None
     _refuse_unknown(document, {"format", "rest", "rules"}, where)
     if document.get("format") != RULES_FORMAT:
+        named = repr(document["format"]) if "format" in document else "nothing"
         raise RuleError(
-            f"names {document.get('format')!r} as its format",
+            f"names {named} as its format",
             where=where,
             remedy=f'begin with: format = "{RULES_FORMAT}"',
         )
@@ -247,7 +248,8 @@ def _read_rule(table: object, where: str) -> Rule:
     match, layout = arguments.pop("match", None), arguments.pop("layout", None)
     for key, value in (("match", match), ("layout", layout)):
         if type(value) is not str:
-            raise RuleError(f"{key} is {value!r}, a text is expected")
+            what = f"{key} is {value!r}" if key in table else f"has no {key}"
+            raise RuleError(f"{what}, a text is expected")
     check_rule(str(layout), arguments)
     known = parameters_of(str(layout))
     read = {key: _read_value(known[key], value) for key, value in arguments.items()}
@@ -281,7 +283,9 @@ def _read_value(parameter: Parameter, value: object) -> object:
             pass
     raise RuleError(
         f"{parameter.name} is {value!r}: {parameter.help}",
-        remedy="write it as TOML has it, or as a text like the command line does",
+        remedy=f'write a whole number, or "{_CONFIG}NAME" for one of the config.json'
+        if kind == "int"
+        else "write it as TOML has it, or as a text like the command line does",
     )
 
 
@@ -293,7 +297,8 @@ def _resolve(rule: Rule, config: Mapping[str, object] | None) -> Rule:
             continue
         found = None if config is None else config.get(value.key)
         if type(found) is not int:
-            what = "no config is given" if config is None else f"the config says {found!r}"
+            says = "has none" if found is None else f"says {found!r}"
+            what = "no config is given" if config is None else f"the config {says}"
             raise RuleError(
                 f"{key} is looked for under {value.key!r}, and {what}",
                 where=rule.where,
