@@ -96,9 +96,8 @@ class Families:
         others = f" and {count - 1} more" if count > 1 else ""
         answers = self._answers(layout)
         raise RuleError(
-            f"the cut over {layout.rank_count} ranks leaves open how "
-            f"{counted(self._mesh.size, 'rank')} "
-            f"cut it: {_in_words(answers)}{self._of_grains()}" + (why and f"; {why}"),
+            f"the cut of {counted(layout.rank_count, 'rank')} leaves open that of "
+            f"{self._mesh.size}: {_in_words(answers)}{self._of_grains()}" + (why and f"; {why}"),
             where=f"tensor {members[0].name!r}{others}",
             remedy=remedy or f"write a rule (--rules): {_rule(pattern, answers)}",
         )

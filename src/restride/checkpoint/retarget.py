@@ -43,7 +43,6 @@ from restride.layouts.presets import (
     name_pattern,
     nearest_models,
     read_settings,
-    shown_models,
 )
 from restride.wording import counted
 
@@ -314,13 +313,7 @@ class _Retargeting:
 
 def _give_config(names: Sequence[str]) -> str:
     """What would decide where a preset knows the names; empty where none does."""
-    nearest = nearest_models(names)
-    if not nearest:
-        return ""
-    return (
-        "give the config.json of the model with --config (the names are those of "
-        f"{shown_models(nearest)})"
-    )
+    return "give the config.json of the model with --config" if nearest_models(names) else ""
 
 
 def _names(source: Source) -> tuple[str, ...]:
