@@ -250,6 +250,7 @@ def test_a_fused_weight_that_is_cut_as_rows_is_warned_of(shared):
     assert [finding.kind for finding in catalog.findings] == ["fused-cut"] * 2
     assert all(finding.severity == "warning" for finding in catalog.findings)
     assert "qkv_proj" in catalog.findings[0].message
+    assert "right on 2 ranks that are cut this way only" in catalog.findings[0].message
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,8 @@ class _Reader:
             run.findings.append(Finding("note", "untracked", message, where))
         wrong = find_wrong_cut(name, layout)
         if wrong is not None:
-            self._warn("fused-cut", f"{where}: {wrong}", name)
+            only = f"its weights are right on {layout.rank_count} ranks that are cut this way only"
+            self._warn("fused-cut", f"{where}: {wrong}; {only}", name)
         if self._placements[0].is_averaged(name):
             message = f"{where}: ranks hold copies that drift, DeepSpeed averages them on resume"
             run.findings.append(Finding("note", "averaged", message, where))
