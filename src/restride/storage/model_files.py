@@ -100,7 +100,12 @@ def read_hyperparameters(path: str | PathLike[str]) -> tuple[Mapping[str, Value]
              {"lr": 0.001, "betas": [0.9, 0.95], "eps": 1e-08, "weight_decay": 0.0}]
     """
     with RangeFile(path) as file:
-        listed = parse_typed(_content(file, _LARGEST_SETTINGS_NBYTES), list[dict[str, object]])
+        content = _content(file, _LARGEST_SETTINGS_NBYTES)
+        try:
+            listed = parse_typed(content, list[dict[str, object]])
+        except FormatError as error:
+            error.remedy = "give a JSON list with one object for each parameter group"
+            raise
         return tuple(
             {key: _setting(value, f"group {number}: {key!r}") for key, value in group.items()}
             for number, group in enumerate(listed)

@@ -128,7 +128,7 @@ def test_a_universal_folder_takes_them_as_well(tmp_path):
     [
         (GIVEN[:1], UnsupportedError, "1 parameter group, the checkpoint has 2"),
         ([GIVEN[0], {"betas": [0, 1]}], UnsupportedError, "no 'lr' for parameter group 1"),
-        (GIVEN[0], CorruptError, "Expected `array`, got `object`"),
+        (GIVEN[0], CorruptError, "Expected `array`, got `object`; give a JSON list"),
         ([GIVEN[0], 3], CorruptError, "Expected `object`, got `int`"),
         ([GIVEN[0], {"lr": {"deep": 1}}], CorruptError, "plain values are expected"),
         ([GIVEN[0], {"lr": [[{}]]}], CorruptError, "group 1: 'lr'"),
