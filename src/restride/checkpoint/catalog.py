@@ -8,14 +8,17 @@ and byte where its shard starts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, overload
 
 from msgspec import field
+from msgspec.structs import force_setattr
 
 from restride.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from restride.algebra.layout import Layout
     from restride.algebra.mesh import Mesh
@@ -26,6 +29,7 @@ __all__ = [
     "FileEntry",
     "Finding",
     "Region",
+    "Regions",
     "Severity",
     "StateEntry",
     "TensorEntry",
@@ -34,6 +38,9 @@ __all__ = [
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
 TensorKind: TypeAlias = Literal["parameter", "buffer"]
+
+# Among bytes of files, the first one of a shard that is in none.
+_NOWHERE: Final = -1 << 63
 
 
 class FileEntry(Frozen):
@@ -63,6 +70,84 @@ class Region(Frozen):
     start_nbytes: int
 
 
+class Regions(Sequence[Region | None]):
+    """The places of a shard on every rank, or None; two numbers each.
+
+    A thousand ranks have a part of every array: as objects they would take six times the memory.
+
+    Args:
+        regions: The places, in rank order.
+
+    Examples:
+        >>> places = Regions((Region(2, 64), None))
+        >>> places[0], places[1]
+        (Region(file=2, start_nbytes=64), None)
+        >>> places == Regions(places) == (Region(2, 64), None)
+        True
+    """
+
+    __slots__ = ("_numbers",)
+
+    def __init__(self, regions: Iterable[Region | None] = ()) -> None:
+        self._numbers: array[int] = array("q")
+        for region in regions:
+            self._numbers.extend(
+                (0, _NOWHERE) if region is None else (region.file, region.start_nbytes)
+            )
+
+    @classmethod
+    def of(cls, regions: Iterable[Region | None]) -> Regions:
+        """The places in this form; what is in it already stays as it is."""
+        return regions if isinstance(regions, cls) else cls(regions)
+
+    @classmethod
+    def nowhere(cls, rank_count: int) -> Regions:
+        """No place yet, to be filled in by who makes the files."""
+        regions = cls()
+        regions._numbers = array("q", (0, _NOWHERE)) * rank_count
+        return regions
+
+    def put(self, rank: int, file: int, start_nbytes: int) -> None:
+        """Say where the shard of one rank is: not when anybody has them who counts on them."""
+        self._numbers[2 * rank] = file
+        self._numbers[2 * rank + 1] = start_nbytes
+
+    @property
+    def held_count(self) -> int:
+        """Ranks that hold something."""
+        return len(self) - self._numbers[1::2].count(_NOWHERE)
+
+    def __len__(self) -> int:
+        return len(self._numbers) // 2
+
+    @overload
+    def __getitem__(self, rank: int, /) -> Region | None: ...
+    @overload
+    def __getitem__(self, rank: slice, /) -> tuple[Region | None, ...]: ...
+    def __getitem__(self, rank: int | slice, /) -> Region | tuple[Region | None, ...] | None:
+        place = range(len(self))[rank]
+        if isinstance(place, range):
+            return tuple([self[one] for one in place])
+        file, start_nbytes = self._numbers[2 * place : 2 * place + 2]
+        return None if start_nbytes == _NOWHERE else Region(file, start_nbytes)
+
+    def __iter__(self) -> Iterator[Region | None]:
+        numbers = iter(self._numbers)
+        for file, start_nbytes in zip(numbers, numbers, strict=True):
+            yield None if start_nbytes == _NOWHERE else Region(file, start_nbytes)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Regions):
+            return bool(self._numbers == other._numbers)
+        return tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 class StateEntry(Frozen):
     """One array that belongs to a tensor: its weight, its master copy, a moment, a step.
 
@@ -70,11 +155,15 @@ class StateEntry(Frozen):
         dtype: Type of the stored elements.
         layout: How the array is cut. Its shape is the tensor's, but for scalars such as ``step``.
         regions: Place of each rank's shard, in rank order; None where the rank holds no element.
+            Kept as `Regions`.
     """
 
     dtype: DType
     layout: Layout
-    regions: tuple[Region | None, ...]
+    regions: Sequence[Region | None]
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "regions", Regions.of(self.regions))
 
 
 class TensorEntry(Frozen):

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
-from restride.checkpoint.catalog import Region
+from restride.checkpoint.catalog import Region, Regions
 from restride.errors import PlanError
 from restride.frozen import Frozen
 from restride.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from restride.algebra.layout import Layout
     from restride.checkpoint.dtypes import DType
@@ -73,7 +73,7 @@ class OutputTensor(Frozen):
         dtype: Type of the stored elements.
         layout: How the format cuts it.
         regions: Place of each rank's shard, in rank order; None where the rank holds no element.
-            `Region.file` is an index into `Output.files`.
+            `Region.file` is an index into `Output.files`. Kept as `Regions`.
 
     Raises:
         PlanError: There is not one region for each rank of the layout, or a shard with elements
@@ -83,9 +83,10 @@ class OutputTensor(Frozen):
     name: str
     dtype: DType
     layout: Layout
-    regions: tuple[Region | None, ...]
+    regions: Sequence[Region | None]
 
     def __post_init__(self) -> None:
+        force_setattr(self, "regions", Regions.of(self.regions))
         if len(self.regions) != self.layout.rank_count:
             raise PlanError(
                 f"regions of {counted(len(self.regions), 'rank')} are given, the layout has "
@@ -157,10 +158,10 @@ class Output(Frozen):
             tensors.extend(
                 replace(
                     tensor,
-                    regions=tuple(
+                    regions=[
                         region and Region(region.file + first, region.start_nbytes)
                         for region in tensor.regions
-                    ),
+                    ],
                 )
                 for tensor in output.tensors
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from restride.checkpoint.catalog import Regions
 from restride.executors.verifying import MOST_AT_ONE_TIME
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ __all__ = [
     "resuming_nbytes",
 ]
 
-# A place of a shard: the object, its two numbers, and its slot in a tuple.
-_REGION_NBYTES: Final = 128
+# A place of a shard: two numbers, in an array that grew.
+_REGION_NBYTES: Final = 20
 _STATE_NBYTES: Final = 896
 _TENSOR_NBYTES: Final = 1024
 # Of layouts, each once: tensors that are cut alike share them.
@@ -38,6 +39,7 @@ _RUN_NBYTES: Final = 192
 _SOURCE_FILE_NBYTES: Final = 640
 # While a catalog is made there is more: what each rank holds of each tensor, and what files hold.
 _OPENING_SHARE: Final = 4
+_OPENING_REGION_NBYTES: Final = 104
 _PARSED_FILE_NBYTES: Final = 16384
 # An array of the output with its name and with what it is read from; its files and fixed bytes.
 _TARGET_NBYTES: Final = 512
@@ -79,7 +81,10 @@ def catalog_nbytes(catalog: Catalog) -> int:
 def opening_nbytes(catalog: Catalog) -> int:
     """Memory that it took at most to open a checkpoint, the catalog itself included."""
     kept = catalog_nbytes(catalog)
-    return kept + kept // _OPENING_SHARE + _PARSED_FILE_NBYTES * len(catalog.files)
+    states = [entry for tensor in catalog.tensors for entry in tensor.states.values()]
+    held = sum([Regions.of(entry.regions).held_count for entry in states])
+    opened = _OPENING_REGION_NBYTES * held + _PARSED_FILE_NBYTES * len(catalog.files)
+    return kept + kept // _OPENING_SHARE + opened
 
 
 def output_nbytes(output: Output) -> int:

@@ -73,7 +73,7 @@ class Job(Struct, frozen=True):
     state: str
     source: StateEntry
     target_layout: Layout
-    target_regions: tuple[Region | None, ...]
+    target_regions: Sequence[Region | None]
     target_dtype: DType
     replicas: Decision = "check"
     use: Use = "resume"

@@ -182,7 +182,7 @@ class RegionPlan(Struct, frozen=True):
     source_dtype: DType
     target_dtype: DType
     pattern: Pattern
-    places: tuple[Region | None, ...]
+    places: Sequence[Region | None]
     step_numel: int
     replicas: Replicas = "check"
     streamed_numel: int = 0

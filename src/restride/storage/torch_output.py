@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from restride.algebra.coverage import require_covered
 from restride.algebra.mesh import Mesh
-from restride.checkpoint.catalog import Region, StateEntry
+from restride.checkpoint.catalog import Region, Regions, StateEntry
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.output import Output, OutputFile, OutputTensor
 from restride.checkpoint.selection import COPIED, Export, Selected
@@ -56,7 +56,7 @@ class OutputArray(Struct, eq=False):
 
     selected: Selected
     layout: Layout
-    regions: list[Region | None]
+    regions: Regions
 
 
 class FileDraft(Struct):
@@ -124,7 +124,7 @@ class TorchOutput:
             except RestrideError as error:
                 raise error.located(f"tensor {selected.tensor!r} in the output") from None
             self._proved.add(layout)
-        array = OutputArray(selected, layout, [None] * layout.rank_count)
+        array = OutputArray(selected, layout, Regions.nowhere(layout.rank_count))
         self._arrays.append(array)
         return array
 
@@ -158,7 +158,7 @@ class TorchOutput:
                     where=draft.name,
                 )
             if array.layout.shard_numel(rank):
-                array.regions[rank] = Region(number, starts[key] + start)
+                array.regions.put(rank, number, starts[key] + start)
         self._files.append(self._shared(layout.file))
 
     def add_file(self, name: str, content: bytes) -> None:
@@ -183,9 +183,7 @@ class TorchOutput:
         """
         arrays = [array for array in self._arrays if array.layout.full_numel]
         tensors = [
-            OutputTensor(
-                array.selected.key, array.selected.dtype, array.layout, tuple(array.regions)
-            )
+            OutputTensor(array.selected.key, array.selected.dtype, array.layout, array.regions)
             for array in arrays
         ]
         sources = [array.selected for array in arrays]
