@@ -348,7 +348,7 @@ def test_the_command_takes_an_executor_by_its_name(tmp_path, monkeypatch, refere
         "cluster": "names nothing to call; write it as MODULE:FUNCTION, such as",
         "cluster:nothing": "cannot be found (module 'cluster' has no attribute 'nothing')",
         "nowhere:pool": "cannot be found (no module 'nowhere')",
-        "cluster:number": "makes a int, which has no submit(); name something that returns",
+        "cluster:number": "returns int, which has no submit(); name something that returns",
     }.items():
         ran = run(*words, name)
         assert ran.code == 2

@@ -112,7 +112,7 @@ def test_a_module_that_is_no_python_is_told_of_with_its_line():
         ),
         ("json.no_such:make", "(no module 'json.no_such')"),
         ("pools_of_mine:no_such", "cannot be found (module 'pools_of_mine' has no attribute"),
-        ("pools_of_mine:makes_nothing", "makes a NoneType, which has no submit()"),
+        ("pools_of_mine:makes_nothing", "returns NoneType, which has no submit()"),
     ],
 )
 def test_a_name_that_means_no_executor_is_refused(tmp_path, name, told):

@@ -56,7 +56,7 @@ def open_executor(name: str | None) -> Iterator[PartExecutor | None]:
                 raise _failed(module, attributes, what, error) from error
         if not callable(getattr(executor, "submit", None)):
             raise PlanError(
-                f"--executor {name!r} makes a {type(executor).__name__}, which has no submit()",
+                f"--executor {name!r} returns {type(executor).__name__}, which has no submit()",
                 remedy="name something that returns an executor as of concurrent.futures",
             )
         yield executor
