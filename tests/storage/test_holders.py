@@ -26,6 +26,12 @@ def with_state(state):
     return value
 
 
+def with_key(key):
+    value = OrderedDictValue()
+    value[key,] = "value"
+    return value
+
+
 def nested(depth, inner):
     for _ in range(depth):
         inner = [inner]
@@ -39,18 +45,24 @@ def nested(depth, inner):
         lambda value: [1, value],
         lambda value: ("x", [value]),
         lambda value: {"key": {"other": value}},
+        lambda value: {1: {(value, 2): "key"}},
         with_state,
+        with_key,
+        lambda value: Constructed((value,)),
         lambda value: Constructed(NAME, args=(value,)),
         lambda value: Constructed(NAME, kwargs={"a": value}),
         lambda value: Constructed(NAME, state={"a": value}),
+        lambda value: Constructed(NAME, items=[[value]]),
         lambda value: Constructed(NAME, pairs=[("a", value)]),
+        lambda value: Constructed(NAME, pairs=[((value,), "a")]),
     ],
 )
 def test_a_value_has_a_tensor_where_there_is_one_at_any_place_of_it(wrapped):
     assert has_tensor(wrapped(TENSOR))
     assert has_tensor(wrapped(STORAGE))
-    for plain in (1, 2.5, "text", b"bytes", None, True, NAME, [], {}, ("a", 1)):
+    for plain in (1, 2.5, "text", b"bytes", None, True, NAME, (), ("a", 1)):
         assert not has_tensor(wrapped(plain))
+    assert not has_tensor([[], {}])
 
 
 def test_values_are_followed_fifty_levels_deep_and_refused_beyond():
