@@ -34,7 +34,7 @@ COMMANDS: Final = {
     "convert": "Write another format, or for other ranks, bit for bit.",
     "diff": "Do two checkpoints hold the same tensors?",
     "fingerprint": "Take fingerprints that are the same under every sharding and format.",
-    "layouts": "The catalogue of known layouts, drawn as pieces.",
+    "layouts": "Known layouts, and how other ranks would cut a checkpoint.",
     "demo": "All of it, on a sample that ships with the package.",
 }
 

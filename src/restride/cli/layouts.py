@@ -71,7 +71,7 @@ class _Catalogue(click.Group):
 @json_option
 @click.pass_context
 def command(context: click.Context, *, as_json: bool) -> None:
-    """The catalogue of known layouts, drawn as pieces.
+    """Known layouts, and how other ranks would cut a checkpoint.
 
     Without NAME, lists them. With NAME alone, draws a small example; with the options of that
     layout, draws, proves and prints yours. With a CHECKPOINT, shows which layouts its cuts are;
