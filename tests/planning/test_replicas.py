@@ -74,15 +74,35 @@ def test_copies_along_several_axes_of_ranks_are_named_all_and_in_order(mesh):
         assert [*way.ranks] == sorted(way.ranks)
 
 
-def held(times: int, *, apart: int = 0) -> Layout:
-    """One shard with each of four elements so many times, in one walk."""
-    axes = (Axis(times, apart, 0, 4), Axis(4, 1, 0, 1))
-    return Layout.of({"tp": 1}, (4 + (times - 1) * apart,), [(times * 4,)], [Piece(axes)])
+@pytest.mark.parametrize("first_shard", [[(4, 1)], [(2, 4), (2, 1)]])
+def test_shards_that_share_no_more_than_one_element_are_both_its_holders(first_shard):
+    """The second one begins with the last element of the first, whatever gaps that has."""
+    first, index = [], 1
+    for extent, full_stride in reversed(first_shard):
+        first.append(Axis(extent, full_stride, 0, index))
+        index *= extent
+    last = sum((extent - 1) * stride for extent, stride in first_shard)
+    second = Piece((Axis(4, 1, 0, 1),), last, 1, 0)
+    source = Layout.of({"dp": 2}, (last + 4,), [(4,), (4,)], [Piece(tuple(first)), second])
+    target = whole_layout(source.full_shape)
+
+    assert pairs_of(target, source) == walk_transfers(compose(target, source).descriptors)
+    blocks = blocks_of_target(compose(target, source), 0)
+    assert [block.numel for block in blocks if block.holders == (0, 1)] == [1]
 
 
-@pytest.mark.parametrize("apart", [0, 1])
-def test_a_shard_that_holds_an_element_many_times_has_a_way_for_each(apart):
-    source = held(64, apart=apart)
+def held(times: int, *, apart: int = 0, numel: int = 4) -> Layout:
+    """One shard with each of some elements so many times, in one walk."""
+    axes = (Axis(times, apart, 0, numel), Axis(numel, 1, 0, 1))
+    full = numel + (times - 1) * apart
+    return Layout.of({"tp": 1}, (full,), [(times * numel,)], [Piece(axes)])
+
+
+@pytest.mark.parametrize(
+    ("times", "apart", "numel"), [(64, 0, 4), (64, 1, 4), (64, 1, 99), (2, 50, 99)]
+)
+def test_a_shard_that_holds_an_element_many_times_has_a_way_for_each(times, apart, numel):
+    source = held(times, apart=apart, numel=numel)
     target = whole_layout(source.full_shape)
 
     assert pairs_of(target, source) == walk_transfers(compose(target, source).descriptors)
@@ -106,6 +126,17 @@ def test_walks_that_stand_at_an_element_too_often_are_refused_however_many_are_n
 
     with pytest.raises(PlanError, match=r"holds the element of .* more than 64 times"):
         blocks_of_target(relation, 0)
+
+
+def test_an_element_where_two_loops_together_meet_a_third_has_a_way_for_each():
+    """The loops stand at 0, 1, 3, 4 and at 4, 5, 7, 8: no two of them reach a third alone."""
+    axes = (Axis(2, 4, 0, 4), Axis(2, 3, 0, 2), Axis(2, 1, 0, 1))
+    source = Layout.of({"tp": 1}, (9,), [(8,)], [Piece(axes)])
+
+    pairs = pairs_of(whole_layout((9,)), source)
+
+    assert pairs == walk_transfers(compose(whole_layout((9,)), source).descriptors)
+    assert len(pairs) == 8
 
 
 def test_long_loops_that_pass_each_other_without_meeting_are_one_block():
