@@ -138,6 +138,8 @@ def test_the_help_of_a_conversion_has_every_option_once_under_a_heading() -> Non
         (["info", ""], "'CHECKPOINT': it is empty: is a variable not set?"),
         (["convert", "a", ""], "'OUT': it is empty: is a variable not set?"),
         (["diff", "a", ""], "'B': it is empty"),
+        (["info", "s3://a/b"], "'CHECKPOINT': 's3://a/b' is not on this machine: mount it"),
+        (["convert", "a", "gs://a/b"], "'OUT': 'gs://a/b' is not on this machine"),
         (["check", "a", "--against", ""], "'--against': it is empty"),
         (["fingerprint", "a", "-o", ""], "it is empty"),
         (["convert", "a", "b", "--config", ""], "'--config': it is empty"),

@@ -28,6 +28,9 @@ __all__ = [
 ]
 
 
+_URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII | re.IGNORECASE)
+
+
 class PathName(click.ParamType):  # type: ignore[type-arg]  # generic in new versions only
     """A file or folder. Nothing, as of a variable that is not set, is not the working directory."""
 
@@ -42,6 +45,8 @@ class PathName(click.ParamType):  # type: ignore[type-arg]  # generic in new ver
             self.fail("it is empty: is a variable not set?", param, ctx)
         if "\0" in path:
             self.fail(f"{path!r} is the name of no file", param, ctx)
+        if _URL.match(path):  # or it would be a folder called "s3:" here
+            self.fail(f"{path!r} is not on this machine: mount it, or copy it here", param, ctx)
         return path
 
     def shell_complete(
