@@ -61,6 +61,8 @@ def test_a_format_is_told_by_names(
         (["a.bin"], "a.bin", "is a file of no known format; looked for"),
         (["step/a_model_states.pt"], "step/a_model_states.pt", "name the folder '.*step'"),
         (["latest", "s/a_model_states.pt"], "latest", "is a file of .*; name the folder '.*'"),
+        (["o/restride.json"], "o/restride.json", "is a file of .*; name the folder '.*o'"),
+        (["f.json"], "f.json", "is a file of .*; name a checkpoint; with fingerprints .*--against"),
         (["u/zero/optimizer_state.pt"], "u/zero", "part of a universal folder; name .*u'"),
         (["run/1/latest", "run/2/latest", "run/log/x"], "run", r"it has 2 checkpoints: name one"),
         (["deep/run/1/latest"], "", "looked for: a DeepSpeed checkpoint"),

@@ -38,7 +38,7 @@ Format: TypeAlias = Literal["deepspeed", "safetensors", "universal"]
 _SAFETENSORS: Final = (".safetensors", ".safetensors.index.json")
 # A folder with files of the optimizer alone is one as well: its reader says what it lacks.
 _DEEPSPEED_FILE: Final = re.compile(r".*(model|optim)_states\.pt")
-_NAMES_A_TAG: Final = ("latest", "latest_universal")
+_PARTS: Final = ("latest", "latest_universal", "restride.json")
 _MOST_SHOWN: Final = 5
 _MOST_LOOKED_INTO: Final = 1000
 _LOOKED_FOR: Final = (
@@ -188,8 +188,10 @@ def detect_format(path: str | PathLike[str]) -> Format:
     if not place.is_dir():
         if place.name.endswith(_SAFETENSORS):
             return "safetensors"
-        is_part = place.suffix == ".pt" or place.name in _NAMES_A_TAG
+        is_part = place.suffix == ".pt" or place.name in _PARTS
         remedy = f"name the folder {str(place.parent)!r}" if is_part else _LOOKED_FOR
+        if place.suffix == ".json" and not is_part:
+            remedy = "name a checkpoint; with fingerprints `restride check CKPT --against` compares"
         raise FormatError("is a file of no known format", where=str(place), remedy=remedy)
     names = _names(place)
     if found := _format_in(place, names):
