@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.proofs import prove_catalog
 from restride.errors import BudgetError, RestrideError
+from restride.executors.checksums import check_sums, summed_nbytes
 from restride.executors.drift import DriftTable, drift_findings
 from restride.executors.events import (
     Forwarding,
@@ -48,7 +49,7 @@ class CheckReport(Frozen):
         compared_nbytes: Bytes of tensors that more than one rank holds, and that were compared.
         rounded_nbytes: Bytes of weights that were compared with their master copies.
         verified_nbytes: Bytes of files that were held against the manifest which a conversion
-            left; 0 without one.
+            left, or without one against the checksums in files of torch.
     """
 
     catalog: Catalog
@@ -77,7 +78,8 @@ def check(
     That is what several ranks hold, bit for bit, and weights beside master copies: each element is
     the one as rounded from the other, unless files of two saves are mixed.
 
-    The files of a conversion are held against its manifest as well, every byte of them.
+    The files of a conversion are held against its manifest as well, every byte of them; others
+    against the checksums that they state.
 
     Args:
         path: As for `open`.
@@ -97,7 +99,8 @@ def check(
 
     Cost:
         Proofs do not depend on sizes. All replicas are read once, and where there are both weights
-        and master copies, one copy of each once more; all files that a manifest names, too.
+        and master copies, one copy of each once more; all files that a manifest names or that
+        state checksums, too.
     """
     started = time.perf_counter()
     (catalog,) = open_catalogs(path, told=Told(pp_tied, source_config, source_rules))
@@ -114,7 +117,10 @@ def check(
     budget = default_budget_nbytes() if budget_nbytes is None else budget_nbytes
     plan, masters = _planned(catalog, states, broken, budget, workers)
     manifest = find_manifest(catalog)
-    known = manifest.nbytes if isinstance(manifest, FoundManifest) else 0
+    if isinstance(manifest, Finding):
+        findings.append(manifest)
+        manifest = None
+    known = manifest.nbytes if manifest else summed_nbytes(catalog)
     progress = Continued(observer or NullObserver(), more_nbytes=known)
     both = _OneAfterTheOther(progress, plan, masters)
     table = DriftTable(both)
@@ -126,14 +132,14 @@ def check(
         findings += mismatches
         read_nbytes += more_nbytes
     findings += drift_findings(catalog, table.totals(plan))
-    if isinstance(manifest, FoundManifest):
-        findings += _held_against(manifest, budget, workers, progress)
-    elif manifest is not None:
-        findings.append(manifest)
+    rows = digest_rows(budget, workers)
+    damage, verified_nbytes = _verified(catalog, manifest, rows, workers, progress)
+    findings += damage
     seconds = time.perf_counter() - started
-    table.on_finish(PlanFinished(read_nbytes + known, 0, seconds))
+    table.on_finish(PlanFinished(read_nbytes + verified_nbytes, 0, seconds))
     rounded_nbytes = masters.masters.total_nbytes if masters else 0
-    return CheckReport(catalog, tuple(findings), _shared_nbytes(plan), rounded_nbytes, known)
+    shared_nbytes = _shared_nbytes(plan)
+    return CheckReport(catalog, tuple(findings), shared_nbytes, rounded_nbytes, verified_nbytes)
 
 
 def _planned(
@@ -174,16 +180,22 @@ def _kept(plan: Plan) -> int:
     return plan.objects_nbytes - plan.steps_nbytes
 
 
-def _held_against(
-    manifest: FoundManifest, budget_nbytes: int, workers: int, progress: Continued
-) -> list[Finding]:
-    """What is not as the manifest says."""
+def _verified(
+    catalog: Catalog,
+    manifest: FoundManifest | None,
+    rows: int,
+    workers: int,
+    progress: Continued,
+) -> tuple[list[Finding], int]:
+    """What is not as the manifest says, or else the checksums; and the bytes that were held."""
 
     def on_read(nbytes: int) -> None:
         progress.skip(nbytes, "what was written")
 
-    rows = digest_rows(budget_nbytes, workers)
-    return list(check_manifest(manifest, workers=workers, rows=rows, on_read=on_read))
+    if manifest is None:
+        return check_sums(catalog, workers=workers, rows=rows, on_read=on_read)
+    damage = list(check_manifest(manifest, workers=workers, rows=rows, on_read=on_read))
+    return damage, manifest.nbytes
 
 
 class _OneAfterTheOther(Forwarding):

@@ -63,9 +63,9 @@ def command(
 
     Proves that every element of every tensor and state is held by some rank and that each shard
     lies inside its file. Compares what more than one rank holds, bit for bit, weights with their
-    master copies, and an output of convert with what was written; other bytes are not read. Exits
-    with 1 where something is found, and with 2 where a file is missing or damaged so that the rest
-    cannot be read.
+    master copies, and an output of convert with what was written, other files with the checksums
+    in them (safetensors have none). Exits with 1 where something is found, and with 2 where a file
+    is missing or damaged so that the rest cannot be read.
     """
     kept = None
     if against is not None:

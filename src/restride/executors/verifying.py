@@ -15,10 +15,10 @@ from restride.storage.ranges import FilePool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["MOST_AT_ONE_TIME", "Damage", "Extent", "digest_rows", "find_damage"]
+__all__ = ["MOST_AT_ONE_TIME", "ROW_NBYTES", "Damage", "Extent", "digest_rows", "find_damage"]
 
 # Pieces that stay in the core's cache.
-_ROW_NBYTES: Final = 1 << 10
+ROW_NBYTES: Final = 1 << 10
 _MOST_ROWS: Final = 128
 _ROWS_SHARE: Final = 16
 # A pool of threads takes all that it is given at once.
@@ -91,7 +91,7 @@ def find_damage(
     def look(extent: Extent) -> str:
         tools: tuple[Digester, memoryview] | None = getattr(state, "tools", None)
         if tools is None:
-            tools = state.tools = Digester(rows), allocate(rows * _ROW_NBYTES)
+            tools = state.tools = Digester(rows), allocate(rows * ROW_NBYTES)
         try:
             found = _digest(extent, pool, *tools)
         except (ExecutionError, FormatError) as error:
