@@ -100,7 +100,9 @@ class Other:
 
 
 @pytest.fixture
-def other(tmp_path, table):
+def other(tmp_path, table, monkeypatch):
+    """One whose files are seen at once as they are, as on one machine."""
+    monkeypatch.setattr(members, "_FREE_SECONDS", 0.0)
     return Other(tmp_path, table)
 
 
@@ -317,6 +319,28 @@ def test_who_holds_its_lock_is_there_whatever_it_said_and_missing_once_it_lets_g
     clock.seconds += 1
     assert other.look() == ""
     assert member.missing_since == clock.seconds - 1
+
+
+def test_who_left_its_lock_is_not_missing_before_what_it_noted_last_can_be_seen(
+    tmp_path, table, clock
+):
+    """The client of a network file system may have an old journal for a second or two."""
+    other = Other(tmp_path, table)
+    other.say("a")
+    with other.works():
+        other.look()
+
+    assert other.look() == ""
+    assert not other.member.is_missing
+    clock.seconds += members._FREE_SECONDS * 0.9
+    assert other.look() == ""
+    with other.works():  # it is at work again: what was before counts no more
+        other.look()
+    clock.seconds += members._FREE_SECONDS * 0.9
+    assert other.look() == ""
+    clock.seconds += members._FREE_SECONDS
+    assert other.look().startswith("ended before its part was done")
+    assert other.member.is_missing
 
 
 def test_what_is_noted_between_two_looks_at_the_end_is_seen(other, monkeypatch):

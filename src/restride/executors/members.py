@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
@@ -28,6 +29,8 @@ __all__ = ["Ledger", "Member"]
 
 # A process changes the time of its lock every second.
 _SILENT_SECONDS: Final = 10.0
+# Another machine may see the lock free before it sees what was noted last.
+_FREE_SECONDS: Final = 2.0
 _BEFORE, _CLAIMED = 1, 2
 
 
@@ -127,6 +130,7 @@ class Member:
         self._lock = companions.file_of(folder, LOCK, number)
         self._sign = Sign(self._lock)
         self._was_held = self._has_finished = False
+        self._free_since = math.inf
         self._word: object = None
         self._words: set[object] = set()
         self._reader = JournalReader(self.journal_path)
@@ -184,7 +188,11 @@ class Member:
         silent = self._sign.silent_seconds()
         self._was_held = self._was_held or held is True
         # A lock that was seen to be held is one that works between the two machines.
-        is_free = held is False and self._was_held
+        if held is not False or not self._was_held:
+            self._free_since = math.inf
+        elif self._free_since == math.inf:
+            self._free_since = time.monotonic()
+        is_free = time.monotonic() - self._free_since >= _FREE_SECONDS
         is_gone = is_free or self.failure is not None or silent > _SILENT_SECONDS
         # Who was answered by an earlier process 0 holds its lock too, and may be at work.
         self.is_missing = not held and (not self.has_joined or is_gone or self._has_finished)

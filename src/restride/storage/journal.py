@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.errors import ExecutionError
+from restride.storage.stale import again_while_stale
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -32,10 +33,14 @@ def read_journal(path: Path) -> list[dict[str, object]]:
     Raises:
         ExecutionError: The system cannot read it.
     """
+
+    def records() -> list[dict[str, object]]:
+        with path.open("rb") as file:
+            return [record for record, _ in _valid(file)]
+
     with _translated("cannot be read", path):
         try:
-            with path.open("rb") as file:
-                return [record for record, _ in _valid(file)]
+            return again_while_stale(records)
         except FileNotFoundError:
             return []
 
@@ -117,28 +122,24 @@ class JournalReader:
         """
         with _translated("cannot be read", self._path):
             try:
-                file = self._path.open("rb")
+                identity, start_nbytes, found = again_while_stale(self._found)
             except FileNotFoundError:
-                return self._turn_to((), 0), []
-            with file:
-                status = os.fstat(file.fileno())
-                # A file may get the number of one that was removed.
-                identity = status.st_dev, status.st_ino, file.readline()
-                is_new = self._turn_to(identity, status.st_size)
-                file.seek(self._done_nbytes)
-                found = []
-                for record, nbytes in _valid(file):
-                    found.append(record)
-                    self._done_nbytes += nbytes
-        return is_new, found
+                identity, start_nbytes, found = (), 0, []
+        is_new = start_nbytes < self._done_nbytes
+        self._identity = identity
+        self._done_nbytes = start_nbytes + sum(nbytes for _, nbytes in found)
+        return is_new, [record for record, _ in found]
 
-    def _turn_to(self, identity: tuple[object, ...], size_nbytes: int) -> bool:
-        """Start anew unless this is the file that was read, and as long as that at least."""
-        if identity == self._identity and size_nbytes >= self._done_nbytes:
-            return False
-        was_read = self._done_nbytes > 0
-        self._identity, self._done_nbytes = identity, 0
-        return was_read
+    def _found(self) -> tuple[tuple[object, ...], int, list[tuple[dict[str, object], int]]]:
+        """What file is there, where what was not read of it begins, and that."""
+        with self._path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            # A file may get the number of one that was removed.
+            identity = status.st_dev, status.st_ino, file.readline()
+            is_same = identity == self._identity and status.st_size >= self._done_nbytes
+            file.seek(self._done_nbytes if is_same else 0)
+            start_nbytes = file.tell()
+            return identity, start_nbytes, list(_valid(file))
 
 
 def _line(record: Record) -> bytes:

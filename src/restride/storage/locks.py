@@ -7,9 +7,11 @@ import fcntl
 import os
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import ExecutionError
+from restride.storage.stale import again_while_stale
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +58,10 @@ def is_held(path: Path) -> bool | None:
     Raises:
         OSError: The system cannot open the file.
     """
+    return again_while_stale(partial(_is_held, path))
+
+
+def _is_held(path: Path) -> bool | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -90,7 +96,7 @@ def _acquire_patiently(path: Path, what: str, seconds: float, *, shared: bool) -
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return _acquire(path, what, shared=shared)
+            return again_while_stale(partial(_acquire, path, what, shared=shared))
         except ExecutionError:
             if time.monotonic() >= deadline:
                 raise
