@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from restride.algebra.layout import Layout
+from restride.algebra.piece import Axis, Piece
 from restride.checkpoint.catalog import Region
 from restride.checkpoint.dtypes import DTYPES
 from restride.executors.events import NullObserver
@@ -15,7 +17,7 @@ from restride.layouts import split
 from restride.planning.conversion import plan_conversion, whole_layout
 from restride.planning.plan import BUFFERS_PER_WORKER
 from restride.planning.projection import project
-from restride.planning.sharing import families
+from restride.planning.sharing import families, is_dense
 from restride.testing.moving import MemoryFiles, expected_shards, job_between, store
 
 SHAPE = (96, 512)
@@ -121,6 +123,20 @@ def test_replicas_of_shared_rows_are_each_compared(executor):
     assert read > 2 * FULL.nbytes
 
 
+@pytest.mark.parametrize("executor", [SerialExecutor, StreamingExecutor])
+@pytest.mark.parametrize("budget", [200_000, 4 << 20])
+def test_rows_of_which_some_have_a_copy_are_read_by_each_target_for_itself(executor, budget):
+    numel = SHAPE[0] * SHAPE[1]
+    whole, half = (Axis(numel, 1, 0, 1),), (Axis(numel // 2, 1, 0, 1),)
+    pieces = Piece(whole, 0, 0, 0), Piece(half, 0, 1, 0)
+    source = Layout.of({"dp": 2}, SHAPE, [SHAPE, (SHAPE[0] // 2, SHAPE[1])], pieces)
+
+    plan, read = converted(store(source, DTYPE, FULL), columns(4), executor=executor, budget=budget)
+
+    assert read >= 1.5 * FULL.nbytes
+    assert project(plan).read_nbytes == read
+
+
 def test_a_drift_in_shared_rows_is_averaged_at_its_place():
     source = store(columns(2, dp=2), DTYPE, FULL)
     front = len(source.contents[0]) - FULL.nbytes // 2
@@ -175,6 +191,13 @@ def test_every_step_is_in_one_bundle_and_siblings_stand_together():
     assert len(steps) == len(set(steps)) == plan.step_count
     assert {len(bundle) for bundle in found} == {4}
     assert all(len({step.start for step in bundle}) == 1 for bundle in found)
+
+
+def test_gaps_are_read_over_where_they_are_short_on_average():
+    assert is_dense([(100, 10 + 8192)], 10)
+    assert is_dense([(4, 1 << 16), (64, 1024)], 512)
+    assert not is_dense([(100, 10 + 8400)], 10)
+    assert not is_dense([(4, 1 << 20), (64, 1024)], 512)
 
 
 def test_rows_and_whole_tensors_have_no_families():
