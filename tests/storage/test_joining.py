@@ -281,6 +281,18 @@ def test_a_leader_that_has_gone_is_waited_for_less_long(out, leader, monkeypatch
             stop.set()
 
 
+def test_a_leader_that_was_never_there_is_waited_for_as_long_as_was_asked(out, monkeypatch):
+    monkeypatch.setattr(joining, "_GONE_SECONDS", 0.05)
+    began = time.monotonic()
+
+    with (
+        pytest.raises(MissingProcessError, match="no sign for 1 s"),
+        joined_output(out, wait_seconds=0.6),
+    ):
+        pytest.fail("it was let in")
+    assert time.monotonic() - began >= 0.6
+
+
 def test_who_is_asked_to_stop_while_it_waits_takes_back_what_it_said(out, leader):
     stop = Event()
 
