@@ -62,10 +62,10 @@ def command(
     """Is a checkpoint whole, consistent and intact? Prove it.
 
     Proves that every element of every tensor and state is held by some rank and that each shard
-    lies inside its file. Compares what more than one rank holds, bit for bit, weights with their
-    master copies, and an output of convert with what was written, other files with the checksums
-    in them (safetensors have none). Exits with 1 where something is found, and with 2 where a file
-    is missing or damaged so that the rest cannot be read.
+    lies inside its file. Compares what more than one rank holds, bit for bit; weights with their
+    master copies; and every byte of an output of convert with what was written, of other files
+    with the checksums in them (safetensors have none). Exits with 1 where something is found, and
+    with 2 where a file is missing or damaged so that the rest cannot be read.
     """
     kept = None
     if against is not None:
