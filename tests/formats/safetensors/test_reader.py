@@ -141,6 +141,16 @@ def test_the_main_state_gives_the_shape_where_there_is_no_weight(tmp_path: Path)
     assert (second.name, second.layout.full_shape) == ("v", ())
 
 
+def test_a_weight_gives_the_shape_where_its_master_copy_has_another(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.safetensors", a__fp32=4, a=3)
+
+    catalog = read_catalog(tmp_path / "a.safetensors")
+
+    shapes = {tensor.name: tensor.layout.full_shape for tensor in catalog.tensors}
+    assert shapes == {"a": (3,), "a/fp32": (4,)}
+    assert [finding.kind for finding in catalog.findings] == ["state-shape"]
+
+
 def test_a_sharded_model_is_read_by_its_index(tmp_path: Path) -> None:
     write_file(tmp_path / "model-00001-of-00002.safetensors", a=3, b=4)
     write_file(tmp_path / "model-00002-of-00002.safetensors", c=5)
@@ -405,6 +415,15 @@ def test_a_damaged_state_file_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("[1]")
 
     with pytest.raises(CorruptError, match=r"state\.json: Expected `object`"):
+        read_catalog(tmp_path)
+
+
+def test_a_state_file_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", a=1)
+    with (tmp_path / "state.json").open("wb") as file:
+        file.truncate(100_000_001)
+
+    with pytest.raises(CorruptError, match=r"state\.json: values of 100000001 bytes are larger"):
         read_catalog(tmp_path)
 
 
