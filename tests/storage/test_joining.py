@@ -259,6 +259,18 @@ def test_where_nobody_leads_that_is_said_and_nothing_is_left(out, tmp_path, forc
     )
 
 
+def test_what_was_made_while_process_0_removed_its_folder_goes_with_who_asks(out, tmp_path):
+    folder = partial_folder(out)
+    folder.mkdir()
+    for name in ("lock.1", "journal.1", "members"):
+        (folder / name).touch()
+
+    with pytest.raises(MissingProcessError), joined_output(out, wait_seconds=0):
+        pytest.fail("it was let in")
+
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_leader_that_has_gone_is_waited_for_less_long(out, leader, monkeypatch):
     monkeypatch.setattr(joining, "_GONE_SECONDS", 0.2)
     stop = Event()
