@@ -271,6 +271,20 @@ def test_what_was_made_while_process_0_removed_its_folder_goes_with_who_asks(out
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("left", ["lock", "journal"])
+def test_locks_that_others_may_hold_are_left_where_process_0_may_come_again(out, left):
+    folder = partial_folder(out)
+    folder.mkdir()
+    names = {left, "lock.1", "journal.1", "members"}
+    for name in names:
+        (folder / name).touch()
+
+    with pytest.raises(MissingProcessError), joined_output(out, wait_seconds=0):
+        pytest.fail("it was let in")
+
+    assert {path.name for path in folder.iterdir()} == names
+
+
 def test_a_leader_that_has_gone_is_waited_for_less_long(out, leader, monkeypatch):
     monkeypatch.setattr(joining, "_GONE_SECONDS", 0.2)
     stop = Event()
