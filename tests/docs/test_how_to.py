@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -142,3 +143,7 @@ def test_what_the_page_takes_out_of_adapters_is_what_peft_saved(
     assert made.keys() == saved.keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in made.items())
     assert len(made) == 4
+    shown = re.search("`restride (diff [^`]*)`", (PAGES / "lora.md").read_text("utf-8"))
+    assert shown is not None
+    (tmp_path / "checkpoint-500").symlink_to(LORA)
+    assert run(*shlex.split(shown[1])).code == 0
