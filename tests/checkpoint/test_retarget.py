@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from restride import Axis, Layout, Piece, layouts
 from restride.algebra.coverage import Covered, prove
@@ -173,6 +174,16 @@ def test_whole_tensors_need_a_model_or_rules():
         "CHECKPOINT: the tensors are whole, and nothing in the checkpoint says how 4 ranks cut its "
         "9 parameters|; give the config.json of the model with --config",
         llama(1),
+        tp=4,
+    )
+
+
+def test_the_example_of_what_nothing_says_is_a_matrix_that_every_layer_has():
+    shapes = {"model.norm.0.weight": (16,), "lm_head.weight": (26, 16)} | SHAPES
+
+    refused(
+        "such as 'model.layers.0.self_attn.q_proj.weight'",
+        catalog_of({n: layouts.replicated(s, mesh={"tp": 1}) for n, s in shapes.items()}),
         tp=4,
     )
 
@@ -413,6 +424,25 @@ def test_a_tied_vocabulary_is_cut_where_the_plan_is_followed():
     assert apart.layouts[embedding].shard_shape(0) == (26, 16)
 
 
+def test_a_head_that_a_rule_decides_still_says_that_the_model_is_not_tied():
+    config = {key: LLAMA[key] for key in LLAMA if key != "tie_word_embeddings"}
+
+    found = retarget(llama(1), tp=4, config=config, rules=rules((HEAD, "row")))
+
+    assert found.layouts["model.embed_tokens.weight"].shard_shape(0) == (26, 16)
+
+
+def test_a_preset_says_nothing_of_what_is_packed():
+    """Its cut is in elements, of which a byte has two; the cut that there is says enough."""
+    packed = replace(layouts.split((16, 16), mesh={"tp": 2}), unit_bits=4)
+    catalog = catalog_of(autotp_layouts(LLAMA, SHAPES, mesh={"tp": 2}) | {K: packed})
+
+    found = retarget(catalog, tp=4, config=LLAMA, plan=True)
+
+    assert (found.how[K], found.how[K1]) == ("recognized as split", "preset llama")
+    assert [found.layouts[K].shard_shape(rank)[0] for rank in range(4)] == [4, 4, 4, 4]
+
+
 def test_a_rule_that_refuses_or_matches_nothing_says_where_it_stands():
     refused(
         "my.toml: rule 1|'*.nothing' matches none of 9",
@@ -437,6 +467,18 @@ def test_buffers_are_whole_whatever_a_rule_says():
 
     assert found.layouts[name] == layouts.replicated((16,), mesh={"tp": 4})
     assert found.how[name] == "whole"
+
+
+def test_buffers_of_ranks_that_stay_are_kept_whatever_the_plan_and_the_grain():
+    name = "model.rotary.inv_freq"
+    cut = autotp_layouts(LLAMA, SHAPES, mesh={"tp": 2}) | {
+        name: layouts.split((16,), mesh={"tp": 2})
+    }
+    catalog = catalog_of(cut, buffers={name})
+
+    found = retarget(catalog, tp=2, config=LLAMA, plan=False, grain=2)
+
+    assert (found.layouts[name], found.how[name]) == (cut[name], "kept")
 
 
 def test_experts_over_ranks_of_their_own_stay_where_they_are():
