@@ -181,8 +181,6 @@ def _disjoint(by_lattice: dict[_Lattice, list[Way]], numel: int) -> Iterator[Blo
     lattices = list(by_lattice)
     tagged = [(base, digits, tag) for tag, (base, digits) in enumerate(lattices)]
     for atom in sweep(tagged, numel):
-        if not atom.tags:
-            continue
         if len(set(atom.tags)) != len(atom.tags):
             raise PlanError(
                 f"a source shard holds the element of target shard index {atom.base} more than "
