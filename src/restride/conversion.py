@@ -294,10 +294,7 @@ def _require_process(
 ) -> tuple[int, int]:
     """Number of this process, and how many there are."""
     if (executor is None) != (parts is None):
-        raise PlanError(
-            "an executor and a number of parts go together",
-            remedy="give both --executor and --parts",
-        )
+        raise PlanError("--executor and --parts go together", remedy="give both")
     if executor is not None and process is not None:
         raise PlanError(
             "an executor runs all parts, and a process is one of several that write a part each",
