@@ -70,3 +70,11 @@ def test_values_are_followed_fifty_levels_deep_and_refused_beyond():
     for depth in (52, 100_000):
         with pytest.raises(UnsupportedError, match="nested deeper than 50 levels"):
             has_tensor(nested(depth, TENSOR))
+
+
+def test_what_is_shared_counts_where_it_is_deepest():
+    shared = nested(40, TENSOR)
+
+    assert has_tensor([shared, nested(8, shared)])
+    with pytest.raises(UnsupportedError, match="nested deeper than 50 levels"):
+        has_tensor([shared, nested(12, shared)])
