@@ -76,16 +76,20 @@ def test_a_finding_exits_with_one_and_is_told_once_per_line(tmp_path: Path) -> N
     assert (for_people.code, for_machines.code) == (1, 1)
     content = for_machines.json
     assert content["verdict"] == "findings"
+    assert [finding["kind"] for finding in content["findings"]] == [
+        "replica-drift",
+        "checksum-differs",
+    ]
     finding = content["findings"][0]
-    assert finding["kind"] == "replica-drift"
     assert finding["details"]["ranks"] == [0, 1]
     assert finding["details"]["coordinates"] == [{"tp": 0}, {"tp": 1}]
     lines = for_people.out.splitlines()
-    assert lines[1] == "error: ranks hold different copies in 1 array of 1 tensor [replica-drift]"
-    assert " ".join(lines[3].split()) == (
+    assert lines[2] == "error: ranks hold different copies in 1 array of 1 tensor [replica-drift]"
+    assert " ".join(lines[4].split()) == (
         "transformer.ln_f.bias 1 tp=0 and tp=1 1 of 5 1 of 32 7.63e-06 (weight)"
     )
-    assert lines[-1] == "1 error in 65 arrays"
+    assert lines[-2].startswith("A file changed after it was written (checksum-differs above)")
+    assert lines[-1] == "2 errors in 65 arrays"
 
 
 def test_a_conversion_of_replicas_that_differ_is_refused_with_the_way_to_decide(

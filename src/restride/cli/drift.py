@@ -25,6 +25,7 @@ _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 _MIXED: Final = frozenset(
     {"step-mismatch", "settings-mismatch", "run-mismatch", "master-mismatch", "other-rank"}
 )
+_DAMAGED: Final = frozenset({"checksum-differs", "manifest-digest"})
 _TOLD: Final = "told-cut"
 
 
@@ -156,6 +157,13 @@ def _advice(
             f"The files are of different saves or ranks ({mixed.kind} above): put those of one "
             "save into the folder, under their own names, before anything is decided between "
             "copies."
+        )
+        return
+    damaged = next((finding for finding in findings if finding.kind in _DAMAGED), None)
+    if damaged is not None:
+        yield (
+            f"A file changed after it was written ({damaged.kind} above): copy it again before "
+            "anything is decided between copies."
         )
         return
     if any(finding.kind == _TOLD for finding in findings):
