@@ -154,6 +154,36 @@ def test_moments_of_a_parameter_that_nobody_trains_are_told_of(folder, tmp_path)
         api.convert(folder, tmp_path / "out", states="all")
 
 
+@pytest.mark.parametrize(
+    ("value", "is_told"),
+    [
+        ({"param": Array("float32", (3,), bytes(12))}, True),
+        (Array("float32", (3,), bytes(12)), True),
+        ({"param": Array("float32", (6,), bytes(24))}, False),
+        (Array("float32", (6, 1), bytes(24)), False),
+        ({"param": [3]}, False),
+        (None, False),
+    ],
+)
+def test_a_part_of_a_weight_that_nobody_trains_is_told_of(folder, value, is_told):
+    """The peer writes the first shard alone of a frozen weight that its ranks cut."""
+    model = folder / "step_universal" / "mp_rank_00_model_states.pt"
+    edit_file(model, lambda root: root["param_shapes"][0].pop("b") and None)
+    for state in ("exp_avg", "exp_avg_sq", "step"):
+        state_file(folder, f"b/{state}").unlink()
+    if value is None:
+        state_file(folder, "b/fp32").unlink()
+    else:
+        edit_file(state_file(folder, "b/fp32"), lambda _: value)
+
+    findings = read_catalog(folder).findings
+
+    assert [(f.severity, f.kind, f.where) for f in findings] == (
+        [("warning", "shape-mismatch", "tensor 'b'")] if is_told else []
+    )
+    assert not is_told or "fp32.pt has shape (3,), by the model files the" in findings[0].message
+
+
 @pytest.mark.parametrize("state", [False, {}, {"state": {}, "param_groups": []}])
 def test_a_model_file_with_the_state_of_an_optimizer_is_of_no_universal_folder(folder, state):
     """What was written of it could not be read again."""

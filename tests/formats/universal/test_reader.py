@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -85,7 +87,10 @@ def test_a_universal_folder_that_its_latest_file_does_not_name_is_refused(made, 
     assert api.open(made / "step_universal").format == "deepspeed universal"
 
 
-def test_a_universal_folder_without_model_files_is_told_of(made):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_universal_folder_without_model_files_is_told_of(made, stage):
+    api.convert(made, made.parent / "other", to="universal", stage=stage)
+    made = made.parent / "other"
     for path in made.glob("step_universal/*_model_states.pt"):
         path.unlink()
 
@@ -94,6 +99,16 @@ def test_a_universal_folder_without_model_files_is_told_of(made):
     (finding,) = [f for f in report.findings if f.kind == "missing-file"]
     assert (finding.severity, report.verdict) == ("warning", "findings")
     assert "no model file is there" in finding.message
+
+
+def test_a_universal_folder_without_the_state_of_its_optimizer_is_told_of(made):
+    (made / "step_universal" / "zero" / "optimizer_state.pt").unlink()
+
+    (finding,) = read_catalog(made).findings
+
+    place = "step_universal/zero/optimizer_state.pt"
+    assert (finding.severity, finding.kind, finding.where) == ("warning", "missing-file", place)
+    assert finding.message.endswith("no engine resumes from the folder without it")
 
 
 def test_states_are_whole_and_in_the_order_of_the_model(made):
@@ -203,6 +218,18 @@ def test_a_missing_parameter_is_an_error_of_the_check(made):
     assert report.verdict == "findings"
     (finding,) = (found for found in report.findings if found.where == "tensor 'b.weight'")
     assert finding.message == "1 of 3 parameters has no folder: 'b.weight'"
+
+
+def test_missing_parameters_are_told_of_in_the_order_of_their_names(tmp_path):
+    names = ["g", "b", "f", "a", "e", "d", "c"]
+    made = universal(tmp_path, {name: parameter(0, (2,)) for name in names}, tp=1)
+    for name in names[1:]:
+        shutil.rmtree(place(made, name).parent)
+
+    (found,) = (f for f in read_catalog(made).findings if f.kind == "missing-file")
+
+    assert (found.severity, found.where) == ("error", "tensor 'a'")
+    assert found.message == "6 of 7 parameters have no folder: 'a', 'b', 'c', 'd', 'e'"
 
 
 def test_files_of_others_are_left_alone(made):
