@@ -10,6 +10,7 @@ import tracemalloc
 import pytest
 
 from restride import api
+from restride.checkpoint.output import Output, OutputFile
 from restride.errors import BudgetError, StoppedError
 from restride.executors import blocks, tasks, writing
 from restride.executors.events import NullObserver
@@ -135,11 +136,19 @@ def measured(monkeypatch):
 
 
 def planned(source, wanted):
-    """What is to be written, and the numbers of its regions and blocks."""
+    """What is to be written, and the numbers of regions and blocks in its files."""
     with FilePool() as pool:
         task = prepare(source, wanted, pool, workers=1).task
-    regions = [r for tensor in task.output.tensors for r in tensor.regions if r is not None]
-    return task, {"region_count": len(regions), "block_count": len(regions)}
+    counts = [0] * len(task.output.files)
+    for region in task.plan.regions:
+        counts[region.target_file] += 1
+    return task, {"region_counts": counts, "block_counts": counts}
+
+
+def resuming(sizes):
+    return resuming_nbytes(
+        region_count=sum(sizes["region_counts"]), block_count=sum(sizes["block_counts"])
+    )
 
 
 @pytest.mark.parametrize("wanted", WAYS, ids=lambda wanted: wanted.to)
@@ -182,7 +191,7 @@ def test_records_of_an_earlier_run_take_what_they_are_said_to_take(tmp_path, mea
 
     assert report.resumed_nbytes > 1000
     task, sizes = planned(SAMPLE, WAYS[2])
-    kept, read_back = resuming_nbytes(**sizes)
+    kept, read_back = resuming(sizes)
     assert task.passing_nbytes >= finishing_nbytes(task.output, **sizes)
     assert measured["read_back"] <= kept + read_back + 2 * task.digest_nbytes
 
@@ -214,7 +223,7 @@ def test_who_may_meet_records_has_room_for_them(many, tmp_path):
     )
     _, sizes = planned(many, WAYS[2])
 
-    assert resumed - anew == resuming_nbytes(**sizes)[0]
+    assert resumed - anew == resuming(sizes)[0]
 
 
 def test_reading_records_back_counts_where_it_takes_more_than_the_manifest(monkeypatch):
@@ -247,3 +256,12 @@ def test_larger_digests_are_not_taken_where_there_is_no_room_for_them(monkeypatc
     needed = refused.value.needed_nbytes
 
     assert projected(needed).projected_nbytes <= needed
+
+
+def test_what_a_manifest_takes_goes_by_the_largest_file_and_not_by_all():
+    files = tuple(OutputFile(f"f{number}", 10) for number in range(100))
+
+    def counted(regions):
+        return finishing_nbytes(Output(files), region_counts=regions, block_counts=regions)
+
+    assert counted([50] * 100) < counted([50] * 99 + [5000]) / 2

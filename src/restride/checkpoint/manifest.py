@@ -22,7 +22,7 @@ from restride.frozen import Frozen
 from restride.strict_json import LARGEST_LIST_NBYTES, kind_of, member_of, parse_object
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from _typeshed import ReadableBuffer
 
@@ -35,12 +35,14 @@ __all__ = [
     "ManifestPart",
     "manifest_from_json",
     "manifest_to_json",
+    "spell_manifest",
 ]
 
 MANIFEST_NAME: Final = "restride.json"
 
 _FORMAT: Final = "restride-manifest/2"
 _FAMILY: Final = re.compile(r"restride-manifest/\d+")
+_SPELLED_NBYTES: Final = 1 << 18
 _DIGITS: Final = re.compile(r"[0-9a-f]{32}")
 
 
@@ -100,8 +102,13 @@ class Manifest(Frozen):
     options: Mapping[str, object] = field(default_factory=dict)
 
 
-def manifest_to_json(manifest: Manifest) -> bytearray:
+def manifest_to_json(manifest: Manifest) -> bytes:
     """The content of the file; the same for the same output."""
+    return b"".join(spell_manifest(manifest))
+
+
+def spell_manifest(manifest: Manifest) -> Iterator[bytearray]:
+    """Yield the content of the file, some at a time: of a thousand ranks it is hundreds of MB."""
     import msgspec  # noqa: PLC0415 - not before the end of a conversion
 
     def indented(text: str, depth: int) -> bytes:
@@ -130,11 +137,14 @@ def manifest_to_json(manifest: Manifest) -> bytearray:
         digest.update(f"{comma}{key}:{value}".encode())
         content += f"{comma}\n  {key}: ".encode() + indented(value, 2)
         comma = ","
+        if len(content) > _SPELLED_NBYTES:
+            yield content
+            content = bytearray()
     tensors = _compact({name: dict(states) for name, states in manifest.tensors.items()})
     digest.update(f'}},"tensors":{tensors}}}'.encode())
     content += b'\n },\n "tensors": ' if comma else b'},\n "tensors": '
     content += indented(tensors, 1) + f',\n "digest": "{digest.hexdigest()}"\n}}\n'.encode()
-    return content
+    yield content
 
 
 def manifest_from_json(content: bytes, *, where: str) -> Manifest:

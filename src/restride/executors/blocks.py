@@ -8,7 +8,7 @@ come in any order and size (see `restride.arrays.fingerprint`).
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from threading import Lock, local
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -26,8 +26,9 @@ __all__ = ["BLOCK_NBYTES", "TABLE_NBYTES", "Block", "BlockPart", "BlockTable"]
 
 BLOCK_NBYTES: Final = 4 << 20
 # What the table takes for a block that is the only one of its region, as those of many ranks are,
-# and of its file, as those of many tensors may be: six numbers, and a digest when it is done.
-TABLE_NBYTES: Final = 104
+# and of its file, as those of many tensors may be: five numbers, and a digest, which is two.
+TABLE_NBYTES: Final = 64
+_HALF: Final = (1 << 64) - 1
 
 
 class Block(Frozen):
@@ -75,7 +76,8 @@ class BlockTable:
         counts = (block_count(region.nbytes) for region in regions)
         self._first = array("q", accumulate(counts, initial=0))
         self._left = array("q", _sizes(regions))
-        self._digests = [0] * len(self._left)
+        # Low and high half of each.
+        self._digests = array("Q", bytes(16 * len(self._left)))
         # Regions without bytes may start where the next one does.
         self._numbers = array("q", (n for n, region in enumerate(regions) if region.nbytes))
         self._starts = array("q", (regions[n].target_start_nbytes for n in self._numbers))
@@ -91,7 +93,7 @@ class BlockTable:
     def set_done(self, block: Block) -> None:
         """Note that a block is done already."""
         place = self._first[block.region] + block.number
-        self._digests[place] = block.digest
+        self._set_digest(place, block.digest)
         self._left[place] = 0
 
     def add(self, file: int, start_nbytes: int, buffer: memoryview) -> list[Block]:
@@ -135,10 +137,11 @@ class BlockTable:
                 place = self._first[part.region] + part.block
                 if not self._left[place]:
                     continue
-                self._digests[place] = (self._digests[place] + digest) % MODULUS
+                total = (self._digest(place) + digest) % MODULUS
+                self._set_digest(place, total)
                 self._left[place] -= part.nbytes
                 if not self._left[place]:
-                    done.append(Block(part.region, part.block, self._digests[place]))
+                    done.append(Block(part.region, part.block, total))
         return done
 
     def lanes(self) -> Iterator[Iterator[Sequence[Step]]]:
@@ -157,9 +160,34 @@ class BlockTable:
         ]
         return region.steps(blocks)
 
-    def digests(self, region: int) -> Sequence[int]:
+    def digests(self, region: int) -> list[int]:
         """Digests of the blocks of one region, as far as they are done."""
-        return self._digests[self._places(region)]
+        places = self._places(region)
+        return [self._digest(place) for place in range(places.start, places.stop)]
+
+    def of_file(self, file: int) -> Sequence[int]:
+        """Numbers of the regions of one file that have bytes, in order."""
+        return self._numbers[slice(*self._files[file : file + 2])] if self._has(file) else ()
+
+    def find(self, file: int, start_nbytes: int) -> int | None:
+        """Number of the region that starts at a byte of a file."""
+        if not self._has(file):
+            return None
+        low, high = self._files[file : file + 2]
+        place = bisect_left(self._starts, start_nbytes, low, high)
+        is_there = place < high and self._starts[place] == start_nbytes
+        return self._numbers[place] if is_there else None
+
+    def _has(self, file: int) -> bool:
+        """Whether there is a region in a file, or in one that comes later."""
+        return file + 1 < len(self._files)
+
+    def _digest(self, place: int) -> int:
+        return self._digests[2 * place] | self._digests[2 * place + 1] << 64
+
+    def _set_digest(self, place: int, digest: int) -> None:
+        self._digests[2 * place] = digest & _HALF
+        self._digests[2 * place + 1] = digest >> 64
 
     def _places(self, region: int) -> slice:
         return slice(self._first[region], self._first[region + 1])

@@ -13,7 +13,7 @@ from restride.checkpoint.catalog import Regions
 from restride.executors.verifying import MOST_AT_ONE_TIME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from restride.algebra.layout import Layout
     from restride.checkpoint.catalog import Catalog
@@ -47,8 +47,8 @@ _TARGET_FILE_NBYTES: Final = 640
 _LITERAL_NBYTES: Final = 96
 # A place where the name of a file stands in its fixed bytes: a number, and its slot in a tuple.
 _PLACE_NBYTES: Final = 40
-# At the end the output is opened as a checkpoint, and the manifest is made and spelled.
-_PART_NBYTES: Final = 576
+# At the end the output is opened as a checkpoint, and the manifest is made and spelled by file.
+_PART_NBYTES: Final = 1536
 _BLOCK_NBYTES: Final = 96
 _OPENED_TENSOR_NBYTES: Final = 2560
 _OPENED_FILE_NBYTES: Final = 8192
@@ -104,17 +104,27 @@ def output_nbytes(output: Output) -> int:
     )
 
 
-def finishing_nbytes(output: Output, *, region_count: int, block_count: int) -> int:
+def finishing_nbytes(
+    output: Output, *, region_counts: Sequence[int], block_counts: Sequence[int]
+) -> int:
     """Memory that the manifest takes at most while it is made.
 
     Args:
         output: What it is of.
-        region_count: Regions of the plan.
-        block_count: Blocks of them.
+        region_counts: Regions of the plan in each file.
+        block_counts: Blocks of them.
     """
+    counts = zip(output.files, region_counts, block_counts, strict=True)
+    largest = max(
+        [
+            _PART_NBYTES * (len(file.literals) + regions) + _BLOCK_NBYTES * blocks
+            for file, regions, blocks in counts
+        ],
+        default=0,
+    )
     return (
-        _PART_NBYTES * (region_count + _literal_count(output))
-        + _BLOCK_NBYTES * block_count
+        largest
+        + (_REGION_NBYTES + _OPENING_REGION_NBYTES) * sum(region_counts)
         + _OPENED_TENSOR_NBYTES * len(output.tensors)
         + _OPENED_FILE_NBYTES * len(output.files)
         + _PARSED_NBYTES * _fixed_nbytes(output)

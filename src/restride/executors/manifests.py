@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -25,7 +26,7 @@ from restride.strict_json import LARGEST_LIST_NBYTES
 from restride.wording import which
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from restride.algebra.layout import Layout
     from restride.checkpoint.catalog import Catalog
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FoundManifest",
+    "WrittenFiles",
     "check_manifest",
     "describe_files",
     "find_manifest",
@@ -51,56 +53,84 @@ _UNUSED: Final = "the bytes are not held against what was written"
 _MOST_BLOCKS: Final = 1 << 16
 
 
-def describe_files(output: Output, blocks: BlockTable, first: Record) -> Manifest:
-    """The manifest of an output of which every block is done, without fingerprints.
+def describe_files(files: WrittenFiles, first: Record) -> Manifest:
+    """The manifest of an output, without fingerprints.
+
+    Args:
+        files: What was written.
+        first: The first record of the journal, which says what the output is.
+    """
+    return Manifest(
+        package_version(), job_digest(first), files.block_nbytes, files, {}, options_of(first)
+    )
+
+
+class WrittenFiles(Mapping[str, ManifestFile]):
+    """Files of an output of which every block is done, by name.
+
+    A thousand ranks have a part of every array in their files, and as objects these parts would
+    take as much memory as the plan: a file is described when it is asked for, and not kept.
 
     Args:
         output: The files.
         blocks: Digests of all that is written.
-        first: The first record of the journal, which says what the output is.
 
-    Cost:
-        O(fixed bytes + blocks). Nothing is read.
+    Attributes:
+        block_nbytes: Size of a block of them.
     """
-    total = sum(file.nbytes for file in output.files)
-    block_nbytes = BLOCK_NBYTES
-    while total > block_nbytes * _MOST_BLOCKS:
-        block_nbytes *= 2
-    parts: list[list[ManifestPart]] = [[] for _ in output.files]
-    digester = Digester()
-    for file, found in zip(output.files, parts, strict=True):
-        for start, literal in file.spelled():
-            if literal:
-                digests = _digests(literal, digester, block_nbytes)
-                found.append(ManifestPart(start, len(literal), digests))
-    for number, region in enumerate(blocks.regions):
-        if region.nbytes:
-            parts[region.target_file].append(
-                ManifestPart(
-                    region.target_start_nbytes,
-                    region.nbytes,
-                    _joined(blocks.digests(number), block_nbytes // BLOCK_NBYTES),
-                    region.tensor,
-                    region.state,
-                )
-            )
-    files = {
-        file.name: ManifestFile(file.nbytes, _without_gaps(found, file.nbytes, block_nbytes))
-        for file, found in zip(output.files, parts, strict=True)
-    }
-    return Manifest(
-        package_version(), job_digest(first), block_nbytes, files, {}, options_of(first)
-    )
+
+    def __init__(self, output: Output, blocks: BlockTable) -> None:
+        total = sum(file.nbytes for file in output.files)
+        self.block_nbytes = BLOCK_NBYTES
+        while total > self.block_nbytes * _MOST_BLOCKS:
+            self.block_nbytes *= 2
+        self._files = output.files
+        self._blocks = blocks
+        self._numbers = {file.name: number for number, file in enumerate(output.files)}
+        self._digester = Digester()
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __getitem__(self, name: str) -> ManifestFile:
+        number = self._numbers[name]
+        file = self._files[number]
+        parts = [
+            ManifestPart(start, len(literal), _digests(literal, self._digester, self.block_nbytes))
+            for start, literal in file.spelled()
+            if literal
+        ]
+        parts += map(self._part, self._blocks.of_file(number))
+        return ManifestFile(file.nbytes, _without_gaps(parts, file.nbytes, self.block_nbytes))
+
+    def _part(self, number: int) -> ManifestPart:
+        region = self._blocks.regions[number]
+        return ManifestPart(
+            region.target_start_nbytes,
+            region.nbytes,
+            _joined(self._blocks.digests(number), self.block_nbytes // BLOCK_NBYTES),
+            region.tensor,
+            region.state,
+        )
+
+    def digest(self, name: str, start_nbytes: int, nbytes: int) -> int | None:
+        """Digest of what was written to one place; None where it is no part of its own."""
+        number = self._blocks.find(self._numbers[name], start_nbytes)
+        if number is None or self._blocks.regions[number].nbytes != nbytes:
+            return None
+        return sum(self._blocks.digests(number)) % MODULUS
 
 
-def fingerprints_of(catalog: Catalog, files: Mapping[str, ManifestFile]) -> Fingerprints:
+def fingerprints_of(catalog: Catalog, files: WrittenFiles) -> Fingerprints:
     """Fingerprints of the arrays of an output that stand in one part of a file each.
 
     Args:
         catalog: What a reader finds in the output.
         files: Its files.
     """
-    parts = {(name, part.start_nbytes): part for name, file in files.items() for part in file.parts}
     found: dict[str, dict[str, str]] = {}
     is_whole = cache(_is_whole)  # layers have the same layouts
     for tensor in catalog.tensors:
@@ -108,10 +138,10 @@ def fingerprints_of(catalog: Catalog, files: Mapping[str, ManifestFile]) -> Fing
             shape, region = entry.layout.full_shape, entry.regions[0]
             if region is None or not is_whole(entry.layout):
                 continue
-            part = parts.get((catalog.files[region.file].name, region.start_nbytes))
             nbytes = entry.layout.full_numel * entry.dtype.itemsize_nbytes
-            if part is not None and part.nbytes == nbytes:
-                digits = finish(sum(part.digests) % MODULUS, entry.dtype.name, shape)
+            digest = files.digest(catalog.files[region.file].name, region.start_nbytes, nbytes)
+            if digest is not None:
+                digits = finish(digest, entry.dtype.name, shape)
                 found.setdefault(tensor.name, {})[state] = digits
     return found
 

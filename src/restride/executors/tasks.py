@@ -109,16 +109,21 @@ class _Frame:
     def __init__(
         self, catalog: Catalog, output: Output, workers: int, *, has_records: bool
     ) -> None:
-        counts = _counts(output)
-        records, read_back = resuming_nbytes(**counts) if has_records else (0, 0)
+        regions, blocks = _counts(output)
+        block_count = sum(blocks)
+        records, read_back = 0, 0
+        if has_records:
+            records, read_back = resuming_nbytes(region_count=sum(regions), block_count=block_count)
         self._output = output
         self._workers = workers
         self._has_records = has_records
         self._read_back_nbytes = read_back
-        self._finishing_nbytes = finishing_nbytes(output, **counts)
+        self._finishing_nbytes = finishing_nbytes(
+            output, region_counts=regions, block_counts=blocks
+        )
         self._opening_nbytes = opening_nbytes(catalog)
         kept = catalog_nbytes(catalog) + output_nbytes(output) + records
-        self.kept_nbytes = kept + TABLE_NBYTES * counts["block_count"]
+        self.kept_nbytes = kept + TABLE_NBYTES * block_count
 
     def digest_nbytes(self, rows: int) -> int:
         """Memory of digests, with so many rows at a time."""
@@ -142,12 +147,12 @@ class _Frame:
         return max(self._finishing_nbytes, read_back)
 
 
-def _counts(output: Output) -> dict[str, int]:
-    """How many regions a plan of an output has, and how many blocks."""
-    blocks = [
-        block_count(tensor.shard_nbytes(rank))
-        for tensor in output.tensors
-        for rank, region in enumerate(tensor.regions)
-        if region is not None
-    ]
-    return {"region_count": len(blocks), "block_count": sum(blocks)}
+def _counts(output: Output) -> tuple[list[int], list[int]]:
+    """How many regions a plan of an output has in each file, and how many blocks."""
+    regions, blocks = [0] * len(output.files), [0] * len(output.files)
+    for tensor in output.tensors:
+        for rank, region in enumerate(tensor.regions):
+            if region is not None:
+                regions[region.file] += 1
+                blocks[region.file] += block_count(tensor.shard_nbytes(rank))
+    return regions, blocks

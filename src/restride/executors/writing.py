@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import asdict, replace
 
-from restride.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
+from restride.checkpoint.manifest import MANIFEST_NAME, spell_manifest
 from restride.errors import (
     ExecutionError,
     ExistsError,
@@ -21,7 +21,7 @@ from restride.executors.drift import add_drift
 from restride.executors.events import PlanStarted
 from restride.executors.journaled import JournaledWriter
 from restride.executors.leading import Host
-from restride.executors.manifests import describe_files, fingerprints_of
+from restride.executors.manifests import WrittenFiles, describe_files, fingerprints_of
 from restride.executors.members import Ledger
 from restride.executors.parts import Part, cut_parts
 from restride.executors.resuming import noted_blocks, noted_drift, read_back
@@ -398,7 +398,8 @@ def _published_drift(
 
 def _add_manifest(place: Unfinished, output: Output, blocks: BlockTable, first: Record) -> None:
     """Write the manifest among the files; fingerprints are under the names that a reader finds."""
-    manifest = describe_files(output, blocks, first)
+    files = WrittenFiles(output, blocks)
+    manifest = describe_files(files, first)
     # Most files have the header of another one, as it was written, and are not read for it again.
     # Of one that is copied from a source no byte is known.
     root = place.files.path
@@ -412,7 +413,9 @@ def _add_manifest(place: Unfinished, output: Output, blocks: BlockTable, first: 
     except RestrideError:
         pass  # it is a form that is written but not read
     else:
-        manifest = replace(manifest, tensors=fingerprints_of(catalog, manifest.files))
-    content = manifest_to_json(manifest)
-    place.files.preallocate(MANIFEST_NAME, len(content), resume=True)
-    place.files.write_exact(MANIFEST_NAME, 0, content)
+        manifest = replace(manifest, tensors=fingerprints_of(catalog, files))
+    place.files.preallocate(MANIFEST_NAME, 0, resume=True)
+    at = 0
+    for content in spell_manifest(manifest):
+        place.files.write_exact(MANIFEST_NAME, at, content)
+        at += len(content)
