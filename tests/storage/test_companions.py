@@ -127,6 +127,17 @@ def test_what_others_noted_goes_only_when_none_of_them_writes(tmp_path):
     assert (tmp_path / "journal.new").exists()
 
 
+def test_who_comes_while_a_team_is_replaced_that_had_no_lock_yet_is_kept_out(tmp_path):
+    with companions.without_others(tmp_path, TEAM, what="out"):
+        with companions.members_locked(tmp_path, what="it", patience_seconds=0) as is_let_in:
+            pass
+        assert not is_let_in
+
+
+def test_nobody_is_in_a_folder_that_is_not_there(tmp_path):
+    assert companions.anybody_in(tmp_path / "nothing") is False
+
+
 def test_any_number_writes_at_once_and_each_of_them_keeps_who_deals_out_anew_away(tmp_path):
     with companions.members_locked(tmp_path, what="1", patience_seconds=0):
         with companions.members_locked(tmp_path, what="2", patience_seconds=0) as is_let_in:
@@ -211,4 +222,6 @@ def test_a_record_takes_the_place_of_another_one_at_once(tmp_path):
     for word in ("a", "b"):
         companions.put_record(path, {"word": word})
         assert read_journal(path) == [{"word": word}]
+        write(tmp_path / "hello.1.new", {"word": "of a process that was killed"})
+    (tmp_path / "hello.1.new").unlink()
     assert [found.name for found in tmp_path.iterdir()] == ["hello.1"]
