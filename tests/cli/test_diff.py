@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -210,6 +211,27 @@ def test_a_rule_that_is_none_is_refused(rule: str) -> None:
     assert "is no rule OLD=NEW" in refused.err
 
 
+def test_fingerprints_replace_no_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "damaged").write_text('{"format": "restride-fingerprint/2", "tensors": 3}')
+    os.mkfifo(tmp_path / "pipe")
+    api.convert(SAMPLE, tmp_path / "out")
+    names = ["mine", "damaged", "out/restride.json", "out/model.safetensors"]
+    before = [tmp_path.joinpath(name).read_bytes() for name in names]
+
+    for name in (*names, "pipe"):
+        kind = "no file" if name == "pipe" else "no file of fingerprints that can be read"
+        for options in ((), ("--force",)):
+            refused = run("fingerprint", SAMPLE, "-o", tmp_path / name, *options)
+            assert refused.code == 2
+            assert refused.err == (
+                f"restride: {tmp_path / name}: it exists already, and is {kind}; "
+                "choose another name, or move that away or remove it yourself\n"
+            )
+
+    assert [tmp_path.joinpath(name).read_bytes() for name in names] == before
+
+
 def test_fingerprints_are_written_once_and_checked_against(converted: Path, tmp_path: Path) -> None:
     file = tmp_path / "f.json"
 
@@ -219,6 +241,9 @@ def test_fingerprints_are_written_once_and_checked_against(converted: Path, tmp_
 
     assert (first.code, again.code, forced.code) == (0, 2, 0)
     assert "--force" in again.err
+    assert json.loads(file.read_text()) == forced.json
+    file.write_bytes(b"")
+    assert run("fingerprint", converted, "-o", file, "--force").code == 0
     assert json.loads(file.read_text()) == forced.json
     checked = run("check", SAMPLE, "--against", file)
     assert checked.code == 0

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from restride.errors import ExecutionError, ExistsError
-from restride.storage.atomic_file import require_place, write_small_file
+from restride.storage import atomic_file
+
+
+def write_small_file(path, content, *, objection=lambda _: "", force=False):
+    atomic_file.write_small_file(path, content, objection=objection, force=force)
+
+
+def require_place(path, *, objection=lambda _: "", force=False):
+    atomic_file.require_place(path, objection=objection, force=force)
 
 
 def names_in(folder):
@@ -44,9 +52,31 @@ def test_a_file_that_is_there_is_replaced_only_when_asked(tmp_path):
     assert names_in(tmp_path) == ["f"]
 
 
+def test_a_file_of_another_kind_is_replaced_by_nothing(tmp_path):
+    (tmp_path / "f").write_bytes(b"theirs")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+
+    def objection(path):
+        assert path.read_bytes() == b"theirs"  # it is not asked of a pipe
+        return "holds poems"
+
+    for name, problem in {"f": "holds poems", "pipe": "is no file", "loop": "is no file"}.items():
+        said = f"/{name}: it exists already, and {problem}; choose another name, or move "
+        for force in (False, True):  # --force is not proposed where it would be refused
+            with pytest.raises(ExistsError, match=said):
+                require_place(tmp_path / name, objection=objection, force=force)
+            with pytest.raises(ExistsError, match=said):
+                write_small_file(tmp_path / name, b"new", objection=objection, force=force)
+
+    assert (tmp_path / "f").read_bytes() == b"theirs"
+    assert (tmp_path / "pipe").is_fifo()
+    assert names_in(tmp_path) == ["f", "loop", "pipe"]
+
+
 def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch):
     (tmp_path / "f").write_bytes(b"theirs")
-    monkeypatch.setattr(Path, "exists", lambda _: False)
+    monkeypatch.setattr(os.path, "lexists", lambda _: False)
 
     with pytest.raises(ExistsError):
         write_small_file(tmp_path / "f", b"ours")
@@ -83,7 +113,7 @@ def no_links(request, monkeypatch):
 @pytest.mark.usefixtures("no_links")
 def test_a_file_system_without_hard_links_gets_the_file_and_loses_none(tmp_path, monkeypatch):
     write_small_file(tmp_path / "f", b"content")
-    monkeypatch.setattr(Path, "exists", lambda _: False)
+    monkeypatch.setattr(os.path, "lexists", lambda _: False)
 
     with pytest.raises(ExistsError):
         write_small_file(tmp_path / "f", b"another")

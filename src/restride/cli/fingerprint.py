@@ -17,6 +17,7 @@ from restride.cli.progress import open_progress
 from restride.cli.sizes import format_count
 from restride.cli.stage_options import tied_option
 from restride.storage.atomic_file import require_place, write_small_file
+from restride.storage.fingerprint_files import no_fingerprints
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -40,7 +41,7 @@ Examples:
     type=PathName(),
     help="Write them to FILE, for check --against FILE. Default: print them.",
 )
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@click.option("--force", is_flag=True, help="Replace FILE if it holds fingerprints.")
 @tied_option
 @source_options
 @memory_option("plan and buffers; the interpreter and the names and places of the checkpoint come")
@@ -64,7 +65,7 @@ def command(
     protection against forgery.
     """
     if out is not None:
-        require_place(out, force=force)
+        require_place(out, objection=no_fingerprints, force=force)
     with open_progress("reading") as observer:
         found = api.fingerprint(
             checkpoint,
@@ -78,7 +79,7 @@ def command(
     content = fingerprints_to_json(found)
     if out is not None:
         text = json.dumps(content, indent=1, ensure_ascii=False)
-        write_small_file(out, f"{text}\n".encode(), force=force)
+        write_small_file(out, f"{text}\n".encode(), objection=no_fingerprints, force=force)
     if as_json:
         write_json(content)
     elif out is not None:

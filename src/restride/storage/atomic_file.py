@@ -13,6 +13,7 @@ from restride.errors import ExecutionError, ExistsError
 from restride.storage.output_files import sync_path
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from os import PathLike
 
 __all__ = ["require_place", "write_small_file"]
@@ -21,19 +22,26 @@ __all__ = ["require_place", "write_small_file"]
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
-def write_small_file(path: str | PathLike[str], content: bytes, *, force: bool = False) -> None:
+def write_small_file(
+    path: str | PathLike[str],
+    content: bytes,
+    *,
+    objection: Callable[[Path], str],
+    force: bool = False,
+) -> None:
     """Write a file beside its final name, sync it, and give it its name.
 
     Args:
         path: Where the file shall be. Its folder must exist; a symbolic link is followed.
         content: What shall be in it.
-        force: Replace a file that is there.
+        objection: Says why a file that is there may not be replaced; empty where it may.
+        force: Replace such a file.
 
     Raises:
-        ExistsError: Something is there and `force` is not set, or it is a folder.
+        ExistsError: Something is there, and `force` is not set or would not help.
         ExecutionError: The system cannot write it.
     """
-    target, beside = _places(path, force=force)
+    target, beside = _places(path, objection, force=force)
     try:
         with beside.open("xb") as file:
             file.write(content)
@@ -53,13 +61,15 @@ def write_small_file(path: str | PathLike[str], content: bytes, *, force: bool =
             beside.unlink()
 
 
-def require_place(path: str | PathLike[str], *, force: bool = False) -> None:
+def require_place(
+    path: str | PathLike[str], *, objection: Callable[[Path], str], force: bool = False
+) -> None:
     """Refuse what `write_small_file` would refuse, before the long work whose result it is.
 
     Raises:
         ExistsError, ExecutionError: As of that.
     """
-    _, beside = _places(path, force=force)
+    _, beside = _places(path, objection, force=force)
     try:
         beside.open("xb").close()
         beside.unlink()
@@ -67,13 +77,24 @@ def require_place(path: str | PathLike[str], *, force: bool = False) -> None:
         raise ExecutionError(f"cannot be written ({error.strerror})", where=str(path)) from error
 
 
-def _places(path: str | PathLike[str], *, force: bool) -> tuple[Path, Path]:
+def _places(
+    path: str | PathLike[str], objection: Callable[[Path], str], *, force: bool
+) -> tuple[Path, Path]:
     """Where the file shall be, and where it is until it is complete."""
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise ExistsError("it is a folder", where=str(path), remedy="give the name of a file")
-    if target.exists() and not force:
-        raise _exists(path)
+    if os.path.lexists(target):
+        # To look into a pipe is to wait for somebody who writes.
+        problem = objection(target) if target.is_file() else "is no file"
+        if problem:
+            raise ExistsError(
+                f"it exists already, and {problem}",
+                where=str(path),
+                remedy="choose another name, or move that away or remove it yourself",
+            )
+        if not force:
+            raise _exists(path)
     return target, target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.restride-tmp")
 
 

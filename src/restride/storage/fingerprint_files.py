@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.fingerprints import fingerprints_from_json
 from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
-from restride.errors import ExecutionError, FormatError
+from restride.errors import ExecutionError, FormatError, RestrideError
 from restride.strict_json import LARGEST_LIST_NBYTES
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from restride.checkpoint.fingerprints import Fingerprints
 
-__all__ = ["read_fingerprints"]
+__all__ = ["no_fingerprints", "read_fingerprints"]
 
 _OF_MANIFESTS: Final = b'"restride-manifest/'
 _HEAD_NBYTES: Final = 64
@@ -54,6 +54,21 @@ def read_fingerprints(file: str | PathLike[str]) -> Fingerprints:
     except FormatError as error:
         error.remedy = error.remedy or _WHAT_HAS_FINGERPRINTS
         raise
+
+
+def no_fingerprints(file: Path) -> str:
+    """Say that a file is none that `restride fingerprint -o` wrote.
+
+    Returns:
+        What follows after "it"; empty where it is one, or holds nothing.
+    """
+    try:
+        content = _content(file)
+        if content:
+            fingerprints_from_json(content, where=str(file))
+    except RestrideError:
+        return "is no file of fingerprints that can be read"
+    return ""
 
 
 def _content(file: str | PathLike[str]) -> bytes:
