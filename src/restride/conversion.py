@@ -192,7 +192,7 @@ def convert(
             leave to each rank the copy of the rank in its place (``"own"``). Or rules such as
             ``[("*.c_attn.*", "mean"), ("lm_head.*", "tp=1")]``, names of tensors in which ``*``
             stands for anything: the last that matches decides, the rest is checked.
-        force: Replace a folder that is there, and throw away what an earlier run left.
+        force: Replace a folder of which restride wrote all; throw away what an earlier run left.
         resume: Go on where an earlier run into `out` stopped, if there was one.
         observer: Receives progress.
         stop: When somebody sets it, the run stops at the end of a step.
@@ -214,15 +214,12 @@ def convert(
     Raises:
         FormatError, UnsupportedError, ExecutionError: As for `open`. A file that cannot be written
             is an ExecutionError as well, and so is a run into the same place.
-        RuleError: Nothing says how a parameter is cut for other ranks, or leaves several answers;
-            or what is said of the source's cut makes no such shards.
+        RuleError: What is said of the cut of a parameter leaves several answers, or is not so.
         CorruptError: A file is missing, or files are of different saves.
-        ExistsError: There is something at `out`, or an earlier run left something and neither
-            `resume` nor `force` is set, or left the beginning of another output.
+        ExistsError: Something is there or unfinished, and is not to be gone on with or replaced.
         BudgetError: The budget is too small for any buffer.
         CoverageError: An element of a tensor is in no file.
-        PlanError: `replicas` names no rank or no tensor, or a rank that has no copy of something;
-            or there is not even one thread.
+        PlanError: `replicas` names what is not there, or there is not even one thread.
         ReplicaError: Replicas differ and `replicas` does not say which counts.
         MissingProcessError: Another process did not come, or ended before its part was done.
         StoppedError: `stop` was set.

@@ -86,7 +86,7 @@ def dry_run(
         budget_nbytes: Most memory.
         workers: Threads.
         replicas: What to do where ranks hold different copies; they are not read.
-        force: Replace a folder that is there.
+        force: Replace a folder of which restride wrote all.
         resume: Go on where an earlier run stopped. What it left is not looked at: the numbers are
             those of the whole conversion.
 

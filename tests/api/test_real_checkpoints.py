@@ -296,9 +296,14 @@ def test_nothing_is_overwritten_without_being_asked(shared, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("mine")
 
+    for force in (False, True):
+        with pytest.raises(ExistsError, match="holds precious, which restride did not write"):
+            api.convert(source, tmp_path / "out", force=force)
+    assert (tmp_path / "out" / "precious").read_text() == "mine"
+    (tmp_path / "out" / "precious").unlink()
+    api.convert(source, tmp_path / "out")
     with pytest.raises(ExistsError, match="--force"):
         api.convert(source, tmp_path / "out")
-    assert (tmp_path / "out" / "precious").read_text() == "mine"
     api.convert(source, tmp_path / "out", force=True)
     assert files_below(tmp_path / "out") == ["model.safetensors", "restride.json"]
 

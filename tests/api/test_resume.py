@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from restride.errors import (
 )
 from restride.executors import blocks, manifests, resuming
 from restride.executors.events import NullObserver
+from restride.exports import Wanted
 from restride.storage import reserving
 from restride.storage.journal import Journal, read_journal
 from restride.storage.output_files import OutputFiles
@@ -215,9 +217,57 @@ def test_a_folder_that_appears_under_the_final_name_meanwhile_costs_nothing(tmp_
         api.convert(SAMPLE, out, observer=Intrudes())
     assert tree(out) == {"theirs": b"precious"}
 
-    report = api.convert(SAMPLE, out, resume=True, force=True)
+    with pytest.raises(ExistsError, match=r"out: holds theirs, which restride did not write;"):
+        api.convert(SAMPLE, out, resume=True, force=True)
+    assert tree(out) == {"theirs": b"precious"}
+    (out / "theirs").unlink()
+
+    report = api.convert(SAMPLE, out, resume=True)
 
     assert report.resumed_nbytes == report.written_nbytes
+
+
+@pytest.mark.parametrize("to", ["safetensors", "universal", "deepspeed"])
+def test_what_is_saved_into_an_output_while_it_is_replaced_is_not_lost(tmp_path, to):
+    out = tmp_path / "out"
+    api.convert(SAMPLE, out, to=to)
+    saved = out / "global_step7" / "mp_rank_00_model_states.pt"
+
+    class Saves(NullObserver):
+        def on_step(self, _, /):
+            saved.parent.mkdir(exist_ok=True)
+            saved.write_text("precious")
+
+    name = saved.relative_to(out)
+    said = rf"out: holds {name}, which restride did not write; move it away .*--resume"
+    with pytest.raises(ExistsError, match=said):
+        api.convert(SAMPLE, out, to=to, force=True, observer=Saves())
+    assert saved.read_text() == "precious"
+    shutil.move(saved.parent, tmp_path)
+
+    report = api.convert(SAMPLE, out, to=to, force=True, resume=True)
+
+    assert report.resumed_nbytes == report.written_nbytes
+    assert not saved.parent.exists()
+    assert api.check(out).verdict == "ok"
+    assert tree(tmp_path / "global_step7") == {saved.name: b"precious"}
+
+
+@pytest.mark.parametrize("to", ["safetensors", "universal", "deepspeed"])
+def test_an_output_is_replaced_by_force_and_nothing_in_which_anybody_wrote(tmp_path, to):
+    out = tmp_path / "out"
+    api.convert(SAMPLE, out, states="all")
+    for _ in range(2):  # what is there is of another form, and of this one
+        api.convert(SAMPLE, out, to=to, force=True)
+    (out / "config.json").write_text("{}")
+    before = tree(out)
+
+    for act in (api.convert, partial(api.dry_run, wanted=Wanted(to=to))):
+        with pytest.raises(ExistsError, match=r"holds config\.json, which restride did not write"):
+            act(SAMPLE, out, force=True)
+
+    assert tree(out) == before
+    assert not partial_folder(out).exists()
 
 
 @pytest.mark.parametrize(
@@ -308,13 +358,11 @@ def test_a_finished_output_of_other_options_is_not_taken_for_this_one(tmp_path):
     assert refusal(tmp_path / "changed") == told
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert api.convert(SAMPLE, out, resume=True).read_nbytes == 0
-    (out / "model.safetensors").write_bytes(b"less")
-    told = "for this source and these options, and model.safetensors: the file has 4 bytes"
-    assert refusal().startswith(f"{begin} {told}")
+    (out / "model.safetensors").unlink()
+    told = "for this source and these options, and model.safetensors: the file is missing"
+    assert refusal() == f"{begin} {told}"
     manifest = json.loads((out / "restride.json").read_text())
     assert manifest["options"]["to"] == "safetensors"
-    (out / "restride.json").write_text("{}")
-    assert refusal() == "the directory exists and is not empty"
 
 
 def test_bytes_that_are_not_those_that_were_noted_are_written_again(tmp_path):

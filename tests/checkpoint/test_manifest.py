@@ -13,6 +13,7 @@ from restride.checkpoint.manifest import (
     ManifestPart,
     manifest_from_json,
     manifest_to_json,
+    written_nbytes_from_json,
 )
 from restride.errors import CorruptError, FormatError, UnsupportedError
 
@@ -124,16 +125,54 @@ def test_what_cannot_be_is_refused_with_its_place(change, error, problem):
         manifest_from_json(signed(change), where="m")
 
 
-def test_one_that_was_edited_is_told_from_its_digest():
+@pytest.mark.parametrize("read", [manifest_from_json, written_nbytes_from_json])
+def test_one_that_was_edited_is_told_from_its_digest(read):
     content = bytes(manifest_to_json(MANIFEST)).replace(b"1.2.3", b"1.2.4")
 
     with pytest.raises(CorruptError, match="m: it is not as it was written"):
-        manifest_from_json(content, where="m")
+        read(content, where="m")
     with pytest.raises(CorruptError, match="m: it is not as it was written"):
-        manifest_from_json(b'{"format": "restride-manifest/2"}', where="m")
+        read(b'{"format": "restride-manifest/2"}', where="m")
 
 
+@pytest.mark.parametrize("read", [manifest_from_json, written_nbytes_from_json])
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"a": 1, "a": 2}', b"[" * 10**5])
-def test_what_is_no_json_object_is_refused(content):
+def test_what_is_no_json_object_is_refused(read, content):
     with pytest.raises(FormatError, match=r"^m: "):
-        manifest_from_json(content, where="m")
+        read(content, where="m")
+
+
+NAMES = ["a", 'quoted "\\', "\u00e9\u4e2d\U0001f600", "a b\t/c", "files", "digest"]
+
+
+@pytest.mark.parametrize("names", [[], NAMES[:1], NAMES])
+def test_sizes_alone_are_those_of_all_of_it(names):
+    manifest = replace(
+        MANIFEST,
+        files=dict.fromkeys(names, MANIFEST.files["model.safetensors"]),
+        options={"x": 1e-05, "y": [1.0, None, {}], "digest": "0" * 32, "\u00e9": "\u00e9"},
+    )
+    content = bytes(manifest_to_json(manifest))
+
+    assert manifest_from_json(content, where="m") == manifest
+    assert written_nbytes_from_json(content, where="m") == dict.fromkeys(names, 13)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "problem"),
+    [
+        *REFUSED[:3],
+        (at("files", to=[]), FormatError, "it is no manifest"),
+        (at(*FILE, to=3), FormatError, "it is no manifest"),
+        (at(*FILE, "nbytes", to="3"), FormatError, "it is no manifest"),
+    ],
+)
+def test_sizes_alone_are_read_of_nothing_else(change, error, problem):
+    with pytest.raises(error, match=problem):
+        written_nbytes_from_json(signed(change), where="m")
+
+
+def test_a_manifest_that_is_too_long_is_not_looked_into(monkeypatch):
+    monkeypatch.setattr("restride.checkpoint.manifest.LARGEST_LIST_NBYTES", 99)
+    with pytest.raises(UnsupportedError, match="m: it has more than the 99 bytes"):
+        written_nbytes_from_json(bytes(manifest_to_json(MANIFEST)), where="m")

@@ -179,12 +179,19 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     out.mkdir()
     (out / "precious").write_text("mine")
 
-    refused = run("convert", SAMPLE, out)
-
-    assert refused.code == 2
-    assert str(out) in refused.err
-    assert refused.err.count("\n") == 1
+    for options in ((), ("--force",), ("--force", "--dry-run")):
+        refused = run("convert", SAMPLE, out, *options)
+        assert refused.code == 2
+        assert refused.err == (
+            f"restride: {out}: holds precious, which restride did not write; "
+            "move it away or remove it yourself, or name another output\n"
+        )
     assert (out / "precious").read_text() == "mine"
+    (out / "precious").unlink()
+    assert run("convert", SAMPLE, out).code == 0
+    refused = run("convert", SAMPLE, out)
+    assert refused.code == 2
+    assert "or replace all of it with --force" in refused.err
     assert run("convert", SAMPLE, out, "--force").code == 0
     assert (out / "model.safetensors").exists()
 

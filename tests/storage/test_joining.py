@@ -16,6 +16,7 @@ from restride.storage.companions import Team
 from restride.storage.journal import Journal, read_journal
 from restride.storage.locks import is_held, locked
 from restride.storage.unfinished import Purpose, partial_folder
+from restride.testing.contents import sign
 
 TEAM = Team("run", ((0, 0), (1, 0), (2, 0)))
 FIRST = {"what": "it"}
@@ -369,10 +370,14 @@ def test_an_output_that_appears_while_a_process_waits_is_the_one_that_is_meant(o
 
 
 @pytest.mark.parametrize("said", [{}, {"force": True}, {"resume": True}])
-def test_what_is_in_the_way_is_refused_at_once_unless_process_0_may_replace_it(out, said):
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_what_is_in_the_way_is_refused_at_once_unless_process_0_may_replace_it(out, said, is_ours):
     out.mkdir()
     (out / "mine").touch()
-    kind = MissingProcessError if said else ExistsError
+    if is_ours:
+        sign(out)
+    waits = "resume" in said or ("force" in said and is_ours)
+    kind = MissingProcessError if waits else ExistsError
     with pytest.raises(kind), joined_output(out, wait_seconds=0.05, **said):
         pytest.fail("it was let in")
     assert (out / "mine").exists()

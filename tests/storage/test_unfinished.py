@@ -30,6 +30,7 @@ from restride.storage.journal import Journal, read_journal
 from restride.storage.locks import locked
 from restride.storage.output_files import OutputFiles
 from restride.storage.unfinished import Purpose, require_startable, unfinished_output
+from restride.testing.contents import sign
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,10 +49,11 @@ def atomic_directory(final: Path, **options: object) -> Iterator[OutputFiles]:
 
 
 def tree(root: Path) -> dict[str, bytes]:
+    """All files but manifests."""
     return {
         str(path.relative_to(root)): path.read_bytes()
         for path in sorted(root.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.name != "restride.json"
     }
 
 
@@ -59,6 +61,7 @@ def write(final: Path, content: bytes, **options: object) -> None:
     with atomic_directory(final, **options) as directory:
         directory.preallocate("a/b.bin", len(content))
         directory.write_exact("a/b.bin", 0, content)
+    sign(final)
 
 
 def test_nothing_is_under_the_final_name_before_the_end(tmp_path: Path) -> None:
@@ -164,12 +167,11 @@ def test_what_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:
 def test_with_force_the_old_content_is_replaced_only_at_the_end(tmp_path: Path) -> None:
     final = tmp_path / "out"
     write(final, b"old")
-    (final / "other").write_bytes(b"x")
     final.chmod(0o750)
 
     with atomic_directory(final, force=True) as directory:
         directory.preallocate("new", 1)
-        assert set(tree(final)) == {"a/b.bin", "other"}
+        assert tree(final) == {"a/b.bin": b"old"}
 
     assert tree(tmp_path) == {"out/new": b"\0"}
     assert final.stat().st_mode & 0o777 == 0o750
@@ -211,6 +213,7 @@ def test_a_file_is_never_replaced_by_a_directory(tmp_path: Path, *, force: bool)
 def test_a_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "old").write_bytes(b"old")
+    sign(tmp_path / "real")
     (tmp_path / "out").symlink_to("real")
 
     write(tmp_path / "out", b"new", force=True)
@@ -850,7 +853,7 @@ def test_an_output_that_was_finished_is_not_written_again_and_what_is_left_is_re
     tmp_path: Path, *, has_journal: bool
 ) -> None:
     final = tmp_path / "out"
-    write_file(final / "f", b"done")
+    write_old(final, b"done")
     if has_journal:
         left(final, {"nbytes": 1}, PUBLISHED)
     with unfinished_output(final, finished(final), resume=True) as place:
@@ -876,7 +879,7 @@ def test_an_output_that_was_finished_is_not_written_again_and_what_is_left_is_re
 def test_an_output_that_was_finished_is_written_again_with_force(tmp_path: Path) -> None:
     final = tmp_path / "out"
     for resume in (False, True):
-        write_file(final / "f", b"done")
+        write_old(final, b"done")
         left(final, PUBLISHED)
         with unfinished_output(final, finished(final), force=True, resume=resume) as place:
             if place.is_published:
@@ -895,7 +898,7 @@ def test_an_output_that_was_not_yet_put_in_place_is_gone_on_with(
     final = tmp_path / "out"
     folder = left(final, {"nbytes": 40}, PUBLISHED, content=b"new")
     if is_there:  # what it is to replace is the same output, or has the same name
-        write_file(final / "f", b"old")
+        write_old(final, b"old")
     with (
         pytest.raises(ExistsError, match="is here, 40 of 100 bytes done; add --resume"),
         unfinished_output(final, finished(final)),
@@ -943,9 +946,11 @@ def test_what_would_be_refused_in_the_end_is_refused_before_anything_is_planned(
         require_startable(final)
     require_startable(final, force=True)
     require_startable(final, resume=True)
-    write_file(final / "f", b"mine")
+    write_old(final, b"mine")
     require_startable(final, force=True)
-    require_startable(final, resume=True)
+    require_startable(final, force=True, resume=True)
+    with pytest.raises(ExistsError, match=r"exists and is not empty; .*--force"):
+        require_startable(final, resume=True)
     with pytest.raises(ExistsError, match="would delete"):
         require_startable(final, force=True, inputs=[final / "f"])
     (folder / "journal").unlink()
@@ -994,7 +999,7 @@ def test_a_leftover_that_holds_the_input_is_not_thrown_away(tmp_path: Path) -> N
 def test_what_died_between_two_renames_is_put_back_first(tmp_path: Path) -> None:
     final = tmp_path / "out"
     folder = left(final, PUBLISHED, content=b"new")
-    write_file(folder / "replaced" / "f", b"old")
+    write_old(folder / "replaced", b"old")
     with (
         pytest.raises(ExistsError, match="an unfinished"),
         unfinished_output(final, finished(final), force=False),
@@ -1025,6 +1030,12 @@ def test_nothing_is_begun_anew_while_a_process_of_an_earlier_run_writes(tmp_path
         assert not (folder / "journal.1").exists()
         assert place.team is None
         assert not list(place.files.path.iterdir())
+
+
+def write_old(folder: Path, content: bytes) -> None:
+    """An output of one file that restride wrote."""
+    write_file(folder / "f", content)
+    sign(folder)
 
 
 def write_file(path: Path, content: bytes) -> None:

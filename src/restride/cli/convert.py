@@ -164,7 +164,7 @@ class _Convert(SectionedCommand):
 @click.option(
     "--force",
     is_flag=True,
-    help="Replace OUT if it exists; throw away what an unfinished run left.",
+    help="Replace OUT if restride wrote all of it; throw away what an unfinished run left.",
 )
 @click.option(
     "--resume", is_flag=True, help="Go on where a run that was stopped or killed left it, or begin."

@@ -10,12 +10,21 @@ from stat import S_IMODE
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import ExecutionError, ExistsError
+from restride.storage._strangers import say_strangers
 from restride.storage.output_files import sync_path, translated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["make_parents", "put_in_place", "remove_folder", "require_free", "require_writable"]
+__all__ = [
+    "make_parents",
+    "put_in_place",
+    "remove_folder",
+    "require_free",
+    "require_no_input",
+    "require_replaceable",
+    "require_writable",
+]
 
 _TARGET_IN_USE: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
@@ -25,7 +34,7 @@ def require_free(target: Path, *, force: bool, inputs: Iterable[Path], told: str
 
     Args:
         target: Where the output shall be.
-        force: Whether what is there may be replaced.
+        force: Whether an output that is there may be replaced.
         inputs: What is being read.
         told: What it was seen to be that is there, if it was.
 
@@ -33,21 +42,40 @@ def require_free(target: Path, *, force: bool, inputs: Iterable[Path], told: str
         ExistsError: Something is there and `force` is not set, or would be lost that must not be.
         ExecutionError: The system cannot look.
     """
-    if not os.path.lexists(target):
-        return
-    if not target.is_dir():
-        raise ExistsError("is not a directory", where=str(target), remedy="name another output")
-    with translated("cannot be looked at", target):
-        is_empty = not any(target.iterdir())
-    if is_empty:
-        return
-    require_no_input(target, inputs)  # first: what is refused even so is not to be proposed
-    if not force:
+    require_replaceable(target, inputs)
+    if not force and _has_something(target):
         raise ExistsError(
             f"the directory exists and is {told or 'not empty'}",
             where=str(target),
             remedy="name another output, or replace all of it with --force",
         )
+
+
+def require_replaceable(target: Path, inputs: Iterable[Path] = ()) -> None:
+    """Refuse to replace anything but an empty folder, or one that restride wrote.
+
+    Raises:
+        ExistsError: Something is there that must not be lost.
+        ExecutionError: The system cannot look.
+    """
+    if os.path.lexists(target) and not target.is_dir():
+        raise ExistsError("is not a directory", where=str(target), remedy="name another output")
+    if not _has_something(target):
+        return
+    require_no_input(target, inputs)  # first: it is not to be moved away
+    strangers = say_strangers(target)
+    if strangers:
+        raise ExistsError(
+            strangers,
+            where=str(target),
+            remedy="move it away or remove it yourself, or name another output",
+        )
+
+
+def _has_something(target: Path) -> bool:
+    """Whether there is a folder that is not empty."""
+    with translated("cannot be looked at", target):
+        return target.is_dir() and any(target.iterdir())
 
 
 def require_writable(target: Path) -> None:
@@ -125,17 +153,18 @@ def put_in_place(
         path: The folder.
         target: Its final name.
         replaced: Where to put what has that name now.
-        force: Whether something that has that name may be replaced.
+        force: Whether an output that has that name may be replaced.
         durable: Whether to wait until the disk has the name.
 
     Raises:
-        ExistsError: Something appeared there, and `force` is not set.
+        ExistsError: Something appeared there, and `force` is not set or restride did not write it.
         ExecutionError: The system cannot do it; what was there is there again, or in `replaced`.
     """
     if target.is_dir():
         with suppress(OSError):
             path.chmod(S_IMODE(target.stat().st_mode))
-    if force and target.is_dir() and any(target.iterdir()):
+    if force and _has_something(target):
+        require_replaceable(target)  # again: something may have been saved there meanwhile
         _swap(path, target, replaced)
     else:
         try:

@@ -94,7 +94,7 @@ def joined_output(
         count: How many there are.
         stop: Ends the waiting; set where process 0 wants everybody to stop.
         wait_seconds: How long to wait for a sign of life of process 0.
-        force: Whether process 0 may replace what is there.
+        force: Whether process 0 may replace an output that is there.
         resume: Whether it goes on with what is there.
         durable: Whether this process was asked to wait for the disk. What process 0 does counts,
             which has to answer for the whole output; it tells of the difference.
@@ -110,8 +110,8 @@ def joined_output(
     """
     target = Path(os.path.realpath(final))
     folder = partial_folder(target)
-    if not (force or resume or os.path.lexists(folder) or purpose.is_written(target)):
-        require_free(target, force=False, inputs=())
+    if not (resume or os.path.lexists(folder) or purpose.is_written(target)):
+        require_free(target, force=force, inputs=())
     hello = {"count": count, "job": job, "durable": durable}
     asking = _Asking(folder, target, number, hello, stop)
     while True:

@@ -33,6 +33,7 @@ from restride.storage._places import (
     remove_folder,
     require_free,
     require_no_input,
+    require_replaceable,
     require_writable,
 )
 from restride.storage.journal import Journal, read_journal
@@ -262,8 +263,8 @@ def unfinished_output(
     Args:
         final: Where the output shall be. Its parents are made as needed.
         purpose: What it will be.
-        force: Replace a folder that is there, all of it, once the new one is durable, and throw
-            away what an earlier process left.
+        force: Replace an output that is there, all of it, once the new one is durable, and throw
+            away what an earlier process left. What restride did not write is never replaced.
         resume: Go on where an earlier process stopped; if it had finished, nothing is left to do.
             Without one, start.
         inputs: What is being read; an output that would replace it is refused, even with `force`.
@@ -333,10 +334,12 @@ def require_startable(
     require_writable(target)
     folder = partial_folder(target)
     records = read_journal(folder / _JOURNAL)
-    if records and not force and not resume and (folder / _FILES).exists():
+    kept = [Path(os.path.realpath(path)) for path in inputs]
+    has_files = bool(records) and (folder / _FILES).exists()
+    if has_files and not force and not resume:
+        require_replaceable(target, kept)
         raise _left(folder, target, records)
-    if not (records and resume):
-        kept = [Path(os.path.realpath(path)) for path in inputs]
+    if has_files or not (records and resume):
         require_free(target, force=force, inputs=kept)
 
 
@@ -381,6 +384,7 @@ def _enter(
         place.records = tuple(records[1:])
         place.is_published = True
         return
+    require_replaceable(target, inputs)  # first: beside it, nothing of the following would work
     difference = purpose.differs(records[0]) if records else ""
     if records and not is_done:
         if resume and difference:
@@ -391,7 +395,8 @@ def _enter(
             )
         if not force and not resume:
             raise _left(place.folder, target, records)
-    require_free(target, force=force, inputs=inputs)
+    if not force:
+        require_free(target, force=False, inputs=inputs)
     if records and resume:
         place.resume(records)
         return
