@@ -325,7 +325,7 @@ def test_a_run_that_was_cut_otherwise_than_its_model_says_keeps_its_cut():
     assert (finding.severity, finding.kind) == ("warning", "preset-differs")
     assert "cut it as codegen-qkv with a multiple of 8 heads" in finding.message
     assert "preset codegen says split of dimension 0" in finding.message
-    assert "the cut of the checkpoint is kept to" in finding.message
+    assert "if the next run cuts as the preset, give --plan or --no-plan" in finding.message
 
 
 def test_a_deviation_is_said_once_for_all_layers():

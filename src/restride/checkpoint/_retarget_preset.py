@@ -130,8 +130,8 @@ def deviation_findings(
             f" and {len(members) - 1} more of {pattern!r}" if len(members) > 1 else ""
         )
         decision = (
-            "the cut of the checkpoint is kept to; say plan or no plan, or write a rule, if the "
-            "next run cuts as the preset"
+            "the cut of the checkpoint is kept to; if the next run cuts as the preset, give "
+            "--plan or --no-plan, or a rule"
             if is_kept
             else "the preset is followed, as was asked for"
         )
