@@ -62,6 +62,7 @@ def test_reads_that_are_cut_by_small_buffers_are_counted():
         (split((64, 4096), mesh={"tp": 4}, dim=1), whole_layout((64, 4096))),
         (whole_layout((64, 8192)), split((64, 8192), mesh={"tp": 2}, dim=1)),
         (replicated((64, 1024), mesh={"tp": 3}), split((64, 1024), mesh={"tp": 2}, dim=1)),
+        (whole_layout((60, 4096)), split((60, 4096), mesh={"tp": 2}, dim=1, sizes=[1536, 2560])),
         (whole_layout((8, 16384)), split((8, 16384), mesh={"tp": 32}, dim=1)),
     ]
     counts = set()
