@@ -264,6 +264,15 @@ def test_a_place_where_no_fingerprints_can_be_written_is_refused_before_tensors_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_place_of_fingerprints_that_was_meant_is_named_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prints").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    assert run("fingerprint", SAMPLE, "-o", "print/f").err.endswith("did you mean 'prints/f'?\n")
+
+
 def test_of_weights_alone_a_check_says_which_fingerprints_to_take(
     converted: Path, tmp_path: Path
 ) -> None:

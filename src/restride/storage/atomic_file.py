@@ -55,7 +55,7 @@ def write_small_file(
     except FileExistsError as error:
         raise _exists(path) from error
     except OSError as error:
-        raise ExecutionError(f"cannot be written ({error.strerror})", where=str(path)) from error
+        raise _unwritable(path, error) from error
     finally:
         with suppress(OSError):
             beside.unlink()
@@ -74,7 +74,7 @@ def require_place(
         beside.open("xb").close()
         beside.unlink()
     except OSError as error:
-        raise ExecutionError(f"cannot be written ({error.strerror})", where=str(path)) from error
+        raise _unwritable(path, error) from error
 
 
 def _places(
@@ -96,6 +96,11 @@ def _places(
         if not force:
             raise _exists(path)
     return target, target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.restride-tmp")
+
+
+def _unwritable(path: str | PathLike[str], error: OSError) -> ExecutionError:
+    error.filename = os.fspath(path)  # not the name until it is complete, which nobody knows
+    return ExecutionError(f"cannot be written ({error.strerror})", where=str(path))
 
 
 def _exists(path: str | PathLike[str]) -> ExistsError:
