@@ -17,6 +17,7 @@ from restride.executors.events import (
     PlanStarted,
     StepFinished,
 )
+from restride.executors.group_steps import step_findings
 from restride.executors.manifests import FoundManifest, check_manifest, find_manifest
 from restride.executors.masters import compare_masters, plan_masters
 from restride.executors.progress import Continued
@@ -105,6 +106,7 @@ def check(
     started = time.perf_counter()
     (catalog,) = open_catalogs(path, told=Told(pp_tied, source_config, source_rules))
     findings = [*_judged(catalog), *prove_catalog(catalog)]
+    findings += step_findings(catalog)
     # What a broken layout would read is not what the tensor is: compare the sound ones only.
     broken = {finding.where for finding in findings if finding.severity == "error"}
     states = [

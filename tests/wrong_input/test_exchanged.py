@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 
 import pytest
 
 from restride import api
+from restride.errors import RestrideError
 from restride.testing.saved_values import edit_file
 
 FILES = {
@@ -124,3 +126,40 @@ def test_the_model_files_of_a_universal_folder_are_held_against_their_names_too(
 
     found = [finding.kind for finding in api.open(tmp_path / "universal").findings]
     assert found.count("other-rank") == 1
+
+
+@pytest.mark.parametrize("checkpoint", ["llama_tp2_z1", "llama_tp1dp2_z3"])
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_two_states_of_a_parameter_of_a_universal_folder_are_exchanged(
+    damaged, tmp_path, checkpoint, is_copied
+):
+    """They have one shape, and without the manifest nothing else tells them apart."""
+    out = tmp_path / "out"
+    api.convert(damaged(checkpoint).folder, out, to="universal")
+    (out / "restride.json").unlink()
+    folder = out / "step_universal" / "zero" / "model.norm.weight"
+    if is_copied:
+        shutil.copyfile(folder / "exp_avg.pt", folder / "exp_avg_sq.pt")
+    else:
+        (folder / "exp_avg.pt").rename(out / "kept")
+        (folder / "exp_avg_sq.pt").rename(folder / "exp_avg.pt")
+        (out / "kept").rename(folder / "exp_avg_sq.pt")
+
+    told = [finding for finding in api.check(out).findings if finding.kind == "other-rank"]
+
+    assert len(told) == 2 - is_copied
+    assert "model.norm.weight/exp_avg_sq.pt was saved as exp_avg.pt: " in told[-1].message
+    with pytest.raises(RestrideError, match="was saved as"):
+        api.convert(out, tmp_path / "again")
+
+
+def test_what_others_call_a_state_inside_is_theirs(damaged, tmp_path):
+    out = tmp_path / "out"
+    api.convert(damaged("llama_tp2_z1").folder, out, to="universal")
+    (out / "restride.json").unlink()
+    file = out / "step_universal" / "zero" / "model.norm.weight" / "exp_avg_sq.pt"
+    with zipfile.ZipFile(file) as zipped:
+        assert zipped.namelist()[0] == "exp_avg_sq/data.pkl"
+    file.write_bytes(file.read_bytes().replace(b"exp_avg_sq/", b"exp_avg_qs/"))
+
+    assert not api.check(out).findings

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from restride import api
 from restride.testing.saved_values import Array, edit_file
+
+RECORDED = Path(__file__).parents[1] / "data" / "deepspeed"
 
 
 @pytest.mark.parametrize(
@@ -70,3 +76,45 @@ def test_a_schedule_has_moved_the_learning_rate_on(damaged, checkpoint, dp, tp):
 
     run.check_finds(name, f"dp rank {dp}, tp rank {tp}", "lr is 0.0009 and not 0.001")
     run.convert_refuses(weights="z3" in checkpoint)
+
+
+@pytest.mark.parametrize("to", ["universal", "safetensors"])
+def test_parameters_of_one_group_have_several_steps(damaged, tmp_path, to):
+    """As where a copy brought some of the files of another save, of the same shapes."""
+    out, run = tmp_path / "out", damaged("llama_tp2_z1")
+    options = {"states": "all"} if to == "safetensors" else {}
+    api.convert(run.folder, out, to=to, **options)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    (step,) = [t.states["step"] for t in api.open(out).tensors if t.name == name]
+    file = out / api.open(out).files[step.regions[0].file].name
+    (out / "restride.json").unlink()
+    assert not [f for f in api.check(out).findings if f.severity != "note"]
+    content = bytearray(file.read_bytes())
+    start = step.regions[0].start_nbytes
+    content[start : start + 4] = np.float32(7).tobytes()
+    file.write_bytes(content)
+
+    (told,) = [f for f in api.check(out).findings if f.severity != "note"]
+
+    assert (told.kind, told.severity) == ("step-mismatch", "error")
+    assert told.message == (
+        f"tensor {name!r}: the step is 7.0, in group 0 of the optimizer that of 20 parameters such "
+        "as 'model.embed_tokens.weight' is 2.0: the files are of different saves"
+    )
+
+
+def test_without_zero_every_parameter_counts_its_own_steps(tmp_path):
+    """Torch's optimizers pass over what got no gradient."""
+    catalog = api.open(RECORDED / "numbered_fp32_z0")
+    entry = next(t.states["step"] for t in catalog.tensors if "step" in t.states)
+    region = next(region for region in entry.regions if region is not None)
+    shutil.copytree(RECORDED / "numbered_fp32_z0", tmp_path / "saved")
+    file = tmp_path / "saved" / catalog.files[region.file].name
+    content = bytearray(file.read_bytes())
+    content[region.start_nbytes : region.start_nbytes + 4] = np.float32(1).tobytes()
+    file.write_bytes(content)
+
+    kinds = {finding.kind for finding in api.check(tmp_path / "saved").findings}
+
+    assert "checksum-differs" in kinds
+    assert "step-mismatch" not in kinds

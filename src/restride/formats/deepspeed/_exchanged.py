@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
     from restride.storage.torch_zip import TorchFiles
 
-__all__ = ["files_of_other_ranks"]
+__all__ = ["OTHER_RANK", "files_of_other_ranks", "saved_elsewhere"]
+
+OTHER_RANK: Final = "other-rank"
 
 _NUMBER: Final = re.compile(r"\d+")
 # How the precision is spelled has changed between versions, and users follow it.
@@ -39,12 +41,19 @@ def files_of_other_ranks(opened: TorchFiles, *, is_partitioned: bool) -> Iterato
             is_of_optimizer = name.endswith(_OPTIMIZER) and not is_partitioned
             yield Finding(
                 "error",
-                "other-rank",
-                f"{name} was saved as {saved}: it was renamed, exchanged with that file, or that "
-                "was copied over it",
+                OTHER_RANK,
+                saved_elsewhere(name, saved),
                 name,
                 {"saved_as": saved, **({"part": "optimizer"} if is_of_optimizer else {})},
             )
+
+
+def saved_elsewhere(name: str, saved: str) -> str:
+    """What it means that a file has the name of another one inside."""
+    return (
+        f"{name} was saved as {saved}: it was renamed, exchanged with that file, or that was "
+        "copied over it"
+    )
 
 
 def _skeleton(name: str) -> str:

@@ -25,6 +25,7 @@ from restride.checkpoint.catalog import (
 )
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, ExecutionError, FormatError, UnsupportedError
+from restride.formats.deepspeed._exchanged import OTHER_RANK, saved_elsewhere
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed.companions import described_shapes
 from restride.formats.deepspeed.model_files import read_model_files
@@ -36,7 +37,7 @@ from restride.storage.torch_zip import TorchFiles
 from restride.wording import which
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from os import PathLike
 
     from restride.algebra.layout import Layout, Shape
@@ -290,7 +291,8 @@ class _Reader:
         scalars: dict[str, StateEntry] = {}
         has_step = False
         place = f"{self._below}{name}"
-        for file in sorted(_entries(self._path(place), is_folder=False), key=_rank):
+        files = sorted(_entries(self._path(place), is_folder=False), key=_rank)
+        for file in files:
             state = file.removesuffix(_SUFFIX)
             if state == file:
                 self._tell("note", "unknown-file", f"{place}/{file} is not read", name)
@@ -298,7 +300,7 @@ class _Reader:
                 scalars.update(self._step(f"{place}/{file}"))
                 has_step = True
             else:
-                states[state] = self._state(f"{place}/{file}", known)
+                states[state] = self._state(f"{place}/{file}", known, files)
         if not states:
             raise FormatError("has no state of a parameter", where=place)
         first = next(iter(states))
@@ -354,8 +356,12 @@ class _Reader:
             trained_dtype=known.trained_dtype,
         )
 
-    def _state(self, file: str, known: TensorEntry | None) -> StateEntry:
+    def _state(self, file: str, known: TensorEntry | None, files: Sequence[str]) -> StateEntry:
         opened = self._opened.look(self._path(file))
+        saved = f"{opened.saved_as}{_SUFFIX}"
+        # Others may call a file what they like inside, but hardly like the one beside it.
+        if not file.endswith(f"/{saved}") and saved in files:
+            self._tell("error", OTHER_RANK, saved_elsewhere(file, saved), file)
         value = opened.value
         if isinstance(value, StoredTensor):
             if known is None:
