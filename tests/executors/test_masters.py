@@ -85,7 +85,8 @@ def test_one_other_element_is_named_with_tensor_files_rank_and_values(sample):
 
     report = api.check(sample)
 
-    (found,) = report.findings
+    found, damage = report.findings
+    assert damage.kind == "checksum-differs"
     assert (found.severity, found.kind) == ("error", "master-mismatch")
     assert found.details["tensors"] == [BIAS]
     assert found.details["rank"] == 3
@@ -103,8 +104,9 @@ def test_a_weight_that_was_damaged_is_found_as_well(sample):
     path, start, _ = place(sample, BIAS, "weight", 1)
     overwrite(path, start, b"\x12\x34")
 
-    (found,) = api.check(sample).findings
+    found, damage = api.check(sample).findings
 
+    assert damage.kind == "checksum-differs"
     assert found.details["tensors"] == [BIAS]
     assert found.details["files"][1].endswith("mp_rank_01_model_states.pt")
 
@@ -250,9 +252,12 @@ def test_progress_counts_both_comparisons_as_one(sample):
     report = api.check(sample, observer=Recorder())
 
     plan, *steps, end = seen
-    assert plan.total_nbytes == report.compared_nbytes + report.rounded_nbytes
+    files = sum(file.nbytes for file in report.catalog.files if file.name.endswith(".pt"))
+    assert plan.total_nbytes == report.compared_nbytes + report.rounded_nbytes + files
+    steps, sums = steps[: plan.steps], steps[plan.steps :]
     assert [step.done_steps for step in steps] == list(range(1, plan.steps + 1))
-    assert steps[-1].done_nbytes == plan.total_nbytes
+    assert steps[-1].done_nbytes == plan.total_nbytes - files
+    assert sums[-1].done_nbytes == steps[-1].done_nbytes + report.verified_nbytes
     assert [s.read_nbytes for s in steps] == sorted(s.read_nbytes for s in steps)
     assert end.read_nbytes > steps[-1].read_nbytes > 0
 
