@@ -277,6 +277,47 @@ def test_a_state_that_zero_3_does_not_load_is_told_of(tmp_path):
     assert "w/max_exp_avg_sq" in gather_all(api.open(tmp_path / "out"))
 
 
+def test_every_state_that_zero_3_does_not_load_is_told_of_whichever_parameter_has_it(tmp_path):
+    parameters = {
+        "a": parameter(0, (4,), states=(*ADAM, "s", "max_exp_avg_sq")),
+        "b": parameter(9_000, (4,), group=1),
+    }
+
+    report = api.convert(
+        written(tmp_path / "in", 1, parameters), tmp_path / "out", to="universal", stage=3
+    )
+
+    (found,) = [finding for finding in report.findings if finding.kind == "not-loaded"]
+    assert found.message == "an engine of ZeRO-3 does not load max_exp_avg_sq, s again"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_that_is_one_number_keeps_its_states(tmp_path, stage):
+    source = written(tmp_path / "in", 1, {"scale": parameter(7, ()), "w": parameter(99, (4,))})
+
+    found = gather_all(api.open(converted(source, tmp_path / "out", stage)))
+
+    expected = gather_all(api.open(source))
+    assert {f"scale/{state}" for state in (*ADAM[1:], "step")} <= found.keys()
+    assert all(np.array_equal(found[key], expected[key]) for key in found)
+
+
+def test_muon_in_one_group_of_several_is_told_of(tmp_path):
+    source = written(tmp_path / "in", 1)
+    for file in source.glob("step/*_optim_states.pt"):
+        edit_file(
+            file,
+            lambda value: value["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][
+                1
+            ].update(use_muon=True),
+        )
+
+    report = api.convert(source, tmp_path / "out", to="universal")
+
+    assert "not-loaded" in [finding.kind for finding in report.findings]
+    assert any("updated by Muon" in finding.message for finding in report.findings)
+
+
 def test_a_training_without_a_step_is_refused_for_zero_3(tmp_path):
     source = written(tmp_path / "in", 1, {"w": parameter(0, (4,))}, dp=1, tp=1)
 
@@ -312,6 +353,21 @@ def test_settings_that_zero_3_collapses_are_told_of(tmp_path):
     (finding,) = [found for found in report.findings if found.kind != "shared-step"]
     assert (finding.severity, finding.kind) == ("warning", "group-settings")
     assert "different lr" in finding.message
+
+
+def test_settings_that_zero_3_collapses_are_told_of_by_name_and_names_are_none(tmp_path):
+    catalog = api.open(written(tmp_path / "in", 1))
+    training = open_training(catalog)
+    settings = [
+        {"name": name, "lr": lr, "eps": lr, "betas": lr, "decay": 0.0}
+        for name, lr in (("matrices", 0.5), ("vectors", 0.25))
+    ]
+    groups = [replace(g, settings=own) for g, own in zip(training.groups, settings, strict=True)]
+
+    export = lay_out(catalog, replace(training, groups=tuple(groups)), is_partitioned=True)
+
+    (found,) = [finding for finding in export.findings if finding.kind == "group-settings"]
+    assert found.message.startswith("parameter groups have different betas, eps, lr; an engine")
 
 
 FROZEN = parameter(70_000, (4, 3), (0, (2, 2)), states=("weight",))
