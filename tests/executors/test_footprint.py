@@ -8,6 +8,7 @@ import threading
 import tracemalloc
 
 import pytest
+from msgspec.structs import replace
 
 from restride import api
 from restride.checkpoint.output import Output, OutputFile
@@ -265,3 +266,32 @@ def test_what_a_manifest_takes_goes_by_the_largest_file_and_not_by_all():
         return finishing_nbytes(Output(files), region_counts=regions, block_counts=regions)
 
     assert counted([50] * 100) < counted([50] * 99 + [5000]) / 2
+
+
+def test_a_budget_with_room_for_no_more_than_one_row_of_digests_is_enough(monkeypatch, tmp_path):
+    monkeypatch.setattr(tasks, "digest_rows", lambda *_: 128)
+
+    def projected(budget):
+        return api.dry_run(
+            SAMPLE, tmp_path / "out", WAYS[0], budget_nbytes=budget, workers=12
+        ).projected_nbytes
+
+    with pytest.raises(BudgetError) as refused:
+        projected(1)
+
+    assert projected(refused.value.needed_nbytes) <= refused.value.needed_nbytes
+
+
+def test_what_is_held_at_one_time_adds_up_and_what_is_not_does_not():
+    with FilePool() as pool:
+        task = prepare(SAMPLE, WAYS[0], pool, workers=3).task
+    plan = task.plan
+    held = task.kept_nbytes + plan.objects_nbytes - plan.steps_nbytes
+    buffers = plan.projected_nbytes - plan.objects_nbytes + plan.steps_nbytes
+
+    def projected(**sizes):
+        return replace(task, passing_nbytes=0, opening_nbytes=0, **sizes).projected_nbytes
+
+    assert projected(digest_nbytes=1000) == held + buffers + 1000
+    assert replace(task, passing_nbytes=1 << 40).projected_nbytes == held + (1 << 40)
+    assert replace(task, opening_nbytes=1 << 40).projected_nbytes == 1 << 40
