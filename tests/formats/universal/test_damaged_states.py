@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -192,3 +194,24 @@ def test_a_model_file_with_the_state_of_an_optimizer_is_of_no_universal_folder(f
 
     with pytest.raises(CorruptError, match=r"_states\.pt: has the optimizer's state"):
         read_catalog(folder)
+
+
+def test_a_folder_of_no_parameter_of_the_model_is_told_of(folder):
+    """As one that was there before another model was converted into it."""
+    assert not found(folder, "stale-file")
+    shutil.copytree(
+        state_file(folder, "b").with_suffix(""), state_file(folder, "old").with_suffix("")
+    )
+
+    (finding,) = found(folder, "stale-file")
+
+    assert finding.severity == "warning"
+    assert finding.where == "tensor 'old'"
+    assert "zero/old is of no parameter that a model file names" in finding.message
+
+
+def test_without_model_files_nothing_says_which_folder_is_of_the_model(folder):
+    for file in (folder / "step_universal").glob("*_model_states.pt"):
+        file.unlink()
+
+    assert not found(folder, "stale-file")

@@ -216,7 +216,23 @@ class _Reader:
             have = which(len(missing), "has", "have")
             message = f"{len(missing)} of {len(trained)} parameters {have} no folder: {named}"
             self._tell("error", "missing-file", message, min(missing))
+        self._tell_of_strangers(name for name in sorted(names) if name not in known)
         self._tell_of_lost_states()
+
+    def _tell_of_strangers(self, names: Iterable[str]) -> None:
+        """Tell of parameters that no model file names, as of what was in the folder before."""
+        models = self._models
+        if models is None or not models.tensors:
+            return
+        said = {*models.trained_names, *models.experts, *models.aliases}
+        said.update(name for model in models.run.models for name in (*model.dtypes, *model.frozen))
+        for name in names:
+            if name not in said:
+                message = (
+                    f"{self._below}{name} is of no parameter that a model file names, and no "
+                    "engine loads it: it was there before, or is of another model"
+                )
+                self._tell("warning", "stale-file", message, name)
 
     def _tell_of_lost_states(self) -> None:
         """Tell of parameters that have some states of their group, and not all of them."""
