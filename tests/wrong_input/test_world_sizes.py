@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from restride import api
 from restride.testing.saved_values import edit_file
 
 OPTIMIZER = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
@@ -65,3 +66,18 @@ def test_files_of_ranks_that_the_run_does_not_have_are_told_of_and_left_alone(da
     shutil.copyfile(own, own.with_name(own.name.replace("rank_1", "rank_7")))
 
     run.check_finds("rank_7", "is of a rank that a run with dp=2, tp=1 does not have", "stale-file")
+
+
+def test_a_file_of_another_precision_beside_that_of_a_rank_is_told_of(damaged):
+    """An engine of another configuration saved under the same tag; one of them is passed over."""
+    run = damaged("llama_tp1dp2_z1")
+    file = run.file("zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    other = file.name.removeprefix("bf16_")
+    assert other != file.name
+    shutil.copyfile(file, file.with_name(other))
+
+    (told,) = api.check(run.folder).findings
+
+    assert (told.kind, told.severity, told.where) == ("stale-file", "warning", f"step/{other}")
+    assert f"step/{other} is of a rank that has step/{file.name} as well" in told.message
+    assert "left out" in told.message

@@ -210,6 +210,7 @@ def open_stages(
     findings = list(_strangers(models, grid, folder, dp_size))
     own = [model for model in own if model.dp is None or model.dp < dp_size]
     zeros = _open_zeros(folder, files, own, grid, dp_size)
+    findings.extend(_passed_over(folder, zeros))
     stage = agreed(((zero.stage, zero.name) for zero in zeros.values()), "zero_stage")
     runs: list[Run] = []
     stages = read_stages(folder, files.open, grid, own, zeros, has_weights=has_weights, tied=tied)
@@ -367,6 +368,19 @@ def _strangers(
         )
     for name in folder.unknown:
         yield Finding("note", "unknown-file", f"{name} is no file of DeepSpeed's", name)
+
+
+def _passed_over(folder: TagFolder, zeros: Mapping[tuple[int, int], ZeroFile]) -> Iterable[Finding]:
+    """Tell of optimizer files of a rank that has another one, of the precision of the run."""
+    for file in folder.optimizers:
+        name = folder.below + file.name
+        chosen = zeros.get((file.dp, file.mp))
+        if chosen is not None and chosen.name != name:
+            message = (
+                f"{name} is of a rank that has {chosen.name} as well, of the precision that is "
+                "configured; it is left out"
+            )
+            yield Finding("warning", "stale-file", message, name)
 
 
 def _missing(run: Run, *, has_optimizer: bool) -> Iterable[Finding]:
