@@ -158,10 +158,8 @@ def digests_of(digests):
 
 def test_regions_without_bytes_take_none_of_their_neighbours():
     _, plan, _ = planned(rows=3, columns=5)
-    empty = type(plan.regions[0])(
-        *("none", "weight", plan.regions[0].target_layout, 0, 1, 0, 0),
-        *(DTYPES["uint16"], DTYPES["uint16"], Pattern.of(()), (), 1),
-    )
+    nothing = {"target_file": 1, "target_start_nbytes": 0, "numel": 0, "pattern": Pattern.of(())}
+    empty = replace(plan.regions[0], **nothing)
     table = BlockTable([plan.regions[0], empty, *plan.regions[1:]], digest_rows=1)
 
     (block,) = table.add(1, 0, memoryview(bytes(10)))

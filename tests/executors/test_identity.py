@@ -45,7 +45,9 @@ class Source:
     def with_region(self, **changes):
         """The digest where the first region of the plan is another one."""
         first, *others = self.plan.regions
-        return self.digest(plan=replace(self.plan, regions=(replace(first, **changes), *others)))
+        of_array = {name: changes.pop(name) for name in [*changes] if hasattr(first.array, name)}
+        changed = replace(first, array=replace(first.array, **of_array), **changes)
+        return self.digest(plan=replace(self.plan, regions=(changed, *others)))
 
     def with_fill(self, **changes):
         """The digest where the first fill of the first region is another one."""

@@ -123,7 +123,7 @@ def refusal(step: Step, drift: ReplicaDrift, main: memoryview, replica: memoryvi
     first, second = drift.ranks
     holders = f"ranks {first} and {second} hold" if first != second else f"rank {first} holds"
     full_index = step.region.full_index(step.start + index)
-    shape = step.region.target_layout.full_shape
+    shape = step.region.array.target_layout.full_shape
     place = f"element {full_index}{_at(full_index, shape)}"
     return ReplicaError(
         f"{holders} different copies of the same elements, the first at {place}{values}",

@@ -59,7 +59,7 @@ _PARSED_NBYTES: Final = 16
 _RECORD_NBYTES: Final = 640
 _NOTED_NBYTES: Final = 192
 _READ_BACK_NBYTES: Final = 320
-_LOOKED_AT_NBYTES: Final = 1792
+_LOOKED_AT_NBYTES: Final = 2048
 
 
 def catalog_nbytes(catalog: Catalog) -> int:

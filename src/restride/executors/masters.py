@@ -131,7 +131,7 @@ def _plan(
     regions = tuple(
         replace(
             master,
-            target_dtype=weight.source_dtype,
+            array=replace(master.array, target_dtype=weight.source_dtype),
             step_numel=min(master.step_numel, weight.step_numel),
         )
         for master, weight in zip(masters.regions, weights.regions, strict=True)

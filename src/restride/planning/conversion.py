@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, assert_never
 
 from msgspec import Struct
@@ -25,7 +26,7 @@ from restride.errors import (
     UnsupportedError,
 )
 from restride.planning.fills import Fill, Pattern, Source
-from restride.planning.plan import RegionPlan
+from restride.planning.plan import ArrayPlan, RegionPlan
 from restride.planning.replicas import Way, blocks_of_target
 from restride.planning.scales import factor_of
 from restride.planning.sizing import sized
@@ -119,7 +120,9 @@ def plan_conversion(
         O(transfers), and for each two layouts that differ one `compose`. Never walks elements.
     """
     regions = _all_regions(jobs, _Patterns())
-    regions.sort(key=lambda region: (region.target_file, region.target_start_nbytes))
+    # In two turns: a pair for each region would take as much memory as the region.
+    regions.sort(key=attrgetter("target_start_nbytes"))
+    regions.sort(key=attrgetter("target_file"))
     _require_apart(regions)
     return sized(regions, budget_nbytes, workers)
 
@@ -316,8 +319,9 @@ def _regions(job: Job, patterns: _Patterns) -> Iterator[RegionPlan]:
         raise UnsupportedError(
             "units of less than an element cannot be converted between files yet"
         )
-    match = patterns.match(job)
+    match, array = patterns.match(job), _array(job)
     compared: set[int] = set()
+    known: dict[int, int] = {}  # numbers that are the same on a thousand ranks are one object
     for rank, place in enumerate(job.target_regions):
         if place is not None:
             pattern, ranks = match.pattern(job, rank)
@@ -328,7 +332,9 @@ def _regions(job: Job, patterns: _Patterns) -> Iterator[RegionPlan]:
                     pattern = match.without_copies(pattern)
                 else:
                     compared.add(id(pattern))
-            region = _region(job, rank, place, pattern)
+            start, numel = place.start_nbytes, job.target_layout.shard_numel(rank)
+            start, numel = known.setdefault(start, start), known.setdefault(numel, numel)
+            region = RegionPlan(array, rank, place.file, start, numel, pattern, 1)
             for source_rank in ranks:
                 region.place(source_rank)
             yield region
@@ -348,20 +354,14 @@ def _require_apart(regions: Sequence[RegionPlan]) -> None:
             )
 
 
-def _region(job: Job, rank: int, place: Region, pattern: Pattern) -> RegionPlan:
-    return RegionPlan(
+def _array(job: Job) -> ArrayPlan:
+    return ArrayPlan(
         tensor=job.tensor,
         state=job.state,
         target_layout=job.target_layout,
-        target_rank=rank,
-        target_file=place.file,
-        target_start_nbytes=place.start_nbytes,
-        numel=job.target_layout.shard_numel(rank),
         source_dtype=job.source.dtype,
         target_dtype=job.target_dtype,
-        pattern=pattern,
         places=job.source.regions,
-        step_numel=1,
         replicas="check" if job.replicas == "own" else job.replicas,
     )
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BUFFERS_PER_WORKER",
+    "ArrayPlan",
     "Chunk",
     "Copy",
     "Plan",
@@ -150,41 +151,54 @@ class Step(Struct, frozen=True):
                     at = end
 
 
-class RegionPlan(Struct, frozen=True):
-    """One contiguous run of elements in one target file.
+class ArrayPlan(Struct, frozen=True):
+    """What all regions of one array have in common.
 
     Attributes:
         tensor: Name of the tensor, for events and errors.
         state: Name of its state.
         target_layout: How the target cuts the tensor.
-        target_rank: Rank of that layout whose shard the region is.
-        target_file: Index of the target file.
-        target_start_nbytes: First byte in the target file.
-        numel: Number of elements.
         source_dtype: Type of the elements as they are read.
         target_dtype: Type of the elements as they are written; a cast where it differs.
-        pattern: Which elements of which source ranks they are.
         places: Where the shard of each source rank is, as the catalog says.
-        step_numel: Elements that a buffer takes, and of one step; the last may be shorter.
         replicas: What was decided for elements that more than one rank holds.
-        streamed_numel: Elements of one step where every element is read as it is, from one place,
-            in long runs: such a step goes through a buffer in `Step.chunks`, and may be larger
-            than one. 0 where a step is put together in the buffer. It follows from the others.
     """
 
     tensor: str
     state: str
     target_layout: Layout
+    source_dtype: DType
+    target_dtype: DType
+    places: Sequence[Region | None]
+    replicas: Replicas = "check"
+
+
+class RegionPlan(Struct, frozen=True, gc=False):
+    """One contiguous run of elements in one target file.
+
+    A plan for a thousand ranks has a million: each is as small as it can be, and nothing that it
+    refers to leads back to it.
+
+    Attributes:
+        array: What it is a part of.
+        target_rank: Rank of the target's layout whose shard the region is.
+        target_file: Index of the target file.
+        target_start_nbytes: First byte in the target file.
+        numel: Number of elements.
+        pattern: Which elements of which source ranks they are.
+        step_numel: Elements that a buffer takes, and of one step; the last may be shorter.
+        streamed_numel: Elements of one step where every element is read as it is, from one place,
+            in long runs: such a step goes through a buffer in `Step.chunks`, and may be larger
+            than one. 0 where a step is put together in the buffer. It follows from the others.
+    """
+
+    array: ArrayPlan
     target_rank: int
     target_file: int
     target_start_nbytes: int
     numel: int
-    source_dtype: DType
-    target_dtype: DType
     pattern: Pattern
-    places: Sequence[Region | None]
     step_numel: int
-    replicas: Replicas = "check"
     streamed_numel: int = 0
 
     def __post_init__(self) -> None:
@@ -200,6 +214,31 @@ class RegionPlan(Struct, frozen=True):
         force_setattr(self, "streamed_numel", numel)
 
     @property
+    def tensor(self) -> str:
+        """Name of the tensor."""
+        return self.array.tensor
+
+    @property
+    def state(self) -> str:
+        """Name of its state."""
+        return self.array.state
+
+    @property
+    def source_dtype(self) -> DType:
+        """Type of the elements as they are read."""
+        return self.array.source_dtype
+
+    @property
+    def target_dtype(self) -> DType:
+        """Type of the elements as they are written."""
+        return self.array.target_dtype
+
+    @property
+    def replicas(self) -> Replicas:
+        """What was decided for elements that more than one rank holds."""
+        return self.array.replicas
+
+    @property
     def fills(self) -> tuple[Fill, ...]:
         """What its elements come from, in the elements of the shards."""
         return self.pattern.fills
@@ -210,7 +249,7 @@ class RegionPlan(Struct, frozen=True):
         Raises:
             LayoutError: It is nowhere.
         """
-        place = self.places[rank]
+        place = self.array.places[rank]
         if place is None:
             raise LayoutError(f"rank {rank} holds elements, but the catalog has no place for them")
         return place
@@ -236,7 +275,7 @@ class RegionPlan(Struct, frozen=True):
         Cost:
             O(pieces of the rank). Never walks elements.
         """
-        for piece in self.target_layout.pieces(self.target_rank):
+        for piece in self.array.target_layout.pieces(self.target_rank):
             digits = tuple((a.extent, a.shard_stride, a.full_stride) for a in piece.axes)
             for walk in restrict(
                 Walk((piece.shard_base, piece.full_base), digits), index, index + 1

@@ -8,6 +8,7 @@ a family that fill the same rows are a *bundle*, whose span is read once.
 
 from __future__ import annotations
 
+from array import array
 from heapq import merge
 from itertools import groupby
 from math import prod
@@ -70,10 +71,10 @@ def families(regions: Sequence[RegionPlan]) -> Iterator[tuple[int, ...]]:
     Cost:
         O(regions).
     """
-    found: dict[tuple[object, ...], list[int]] = {}
+    found: dict[tuple[object, ...], array[int]] = {}
     for number, region in enumerate(regions):
         if region.pattern.row is not None:
-            found.setdefault(_key(region, region.pattern.row), []).append(number)
+            found.setdefault(_key(region, region.pattern.row), array("q")).append(number)
     for number, region in enumerate(regions):
         if region.pattern.row is None:
             yield (number,)

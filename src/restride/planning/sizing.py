@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -27,13 +28,15 @@ LEAST_BUFFERS_NBYTES: Final = BUFFERS_PER_WORKER * _SMALLEST_BUFFER_NBYTES
 # has buffers; casts between the 16-bit types go by way of float32. Measured, see tests/executors.
 _COMPARED_ITEMSIZE: Final = 16
 _CAST_ITEMSIZE: Final = 4
-# Python objects of a region, and of what `Pattern.walk_count` counts, in a pattern and in a step.
-# They take 190, 290 and 200 bytes of a flat partition: more with more loops, and while a pattern is
-# made (tests/planning/test_memory.py). A region takes 120 more where all are in one target file,
-# while its steps are put in order.
-_REGION_NBYTES: Final = 320
+# Python objects of a region and of an array, and of what `Pattern.walk_count` counts, in a pattern
+# and in a step. Regions take 100 to 130 bytes, walks 290 and 200 of a flat partition: more with
+# more loops, and while a pattern is made (tests/planning/test_memory.py).
+_REGION_NBYTES: Final = 160
+_ARRAY_NBYTES: Final = 96
 _WALK_NBYTES: Final = 640
 _STEP_WALK_NBYTES: Final = 448
+# Of a region whose file a worker writes into, while the steps of all of them are put in order.
+_LANE_NBYTES: Final = 112
 
 
 def sized(regions: list[RegionPlan], budget_nbytes: int, workers: int) -> Plan:
@@ -47,22 +50,30 @@ def sized(regions: list[RegionPlan], budget_nbytes: int, workers: int) -> Plan:
     Raises:
         BudgetError: Not even one worker with the smallest buffers fits.
     """
-    kept, step = _objects_nbytes(regions)
+    kept, step = _objects_nbytes(regions, workers)
     left, least = budget_nbytes - kept, LEAST_BUFFERS_NBYTES + step
     if left < least:
         raise BudgetError(needed_nbytes=kept + least, budget_nbytes=budget_nbytes)
     workers = min(workers, left // least)
     buffer = min(_LARGEST_BUFFER_NBYTES, (left // workers - step) // BUFFERS_PER_WORKER)
     buffer -= buffer % _SMALLEST_BUFFER_NBYTES
-    sharing = {number for family in families(regions) if len(family) > 1 for number in family}
+    sharing = bytearray(len(regions))
+    for family in families(regions):
+        for number in family if len(family) > 1 else ():
+            sharing[number] = True
+    known: dict[tuple[object, ...], int] = {}
     for number, region in enumerate(regions):
-        numel = _step_numel(region, buffer, shares=number in sharing)
+        shares = bool(sharing[number])
+        key = id(region.pattern), region.source_dtype.name, region.target_dtype.name, shares
+        numel = known.get(key)
+        if numel is None:
+            numel = known[key] = _step_numel(region, buffer, shares=shares)
         regions[number] = replace(region, step_numel=numel)
     steps = workers * step
     return Plan(tuple(regions), buffer, workers, kept + steps, steps)
 
 
-def _objects_nbytes(regions: Sequence[RegionPlan]) -> tuple[int, int]:
+def _objects_nbytes(regions: Sequence[RegionPlan], workers: int) -> tuple[int, int]:
     """Memory that regions take with their patterns, and that a worker takes for a bundle."""
     patterns = {id(region.pattern): region.pattern.walk_count for region in regions}
     bundle = max(
@@ -72,7 +83,11 @@ def _objects_nbytes(regions: Sequence[RegionPlan]) -> tuple[int, int]:
         ),
         default=0,
     )
-    kept = _REGION_NBYTES * len(regions) + _WALK_NBYTES * sum(patterns.values())
+    arrays = {id(region.array) for region in regions}
+    kept = _REGION_NBYTES * len(regions) + _ARRAY_NBYTES * len(arrays)
+    kept += _WALK_NBYTES * sum(patterns.values())
+    lane = max(Counter(region.target_file for region in regions).values(), default=0)
+    kept += _LANE_NBYTES * min(workers * lane, len(regions))
     return kept, _STEP_WALK_NBYTES * bundle
 
 
