@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from restride import api
+from restride.arrays.fingerprint import scratch_nbytes
 from restride.checkpoint.output import Output, OutputFile
 from restride.errors import BudgetError, StoppedError
 from restride.executors import blocks, tasks, writing
@@ -292,6 +293,8 @@ def test_what_is_held_at_one_time_adds_up_and_what_is_not_does_not():
     def projected(**sizes):
         return replace(task, passing_nbytes=0, opening_nbytes=0, **sizes).projected_nbytes
 
+    assert task.kept_nbytes >= catalog_nbytes(api.open(SAMPLE)) + output_nbytes(task.output)
+    assert task.digest_nbytes == 3 * scratch_nbytes(task.digest_rows)
     assert projected(digest_nbytes=1000) == held + buffers + 1000
     assert replace(task, passing_nbytes=1 << 40).projected_nbytes == held + (1 << 40)
     assert replace(task, opening_nbytes=1 << 40).projected_nbytes == 1 << 40
