@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "catalog_nbytes",
     "finishing_nbytes",
+    "noting_nbytes",
     "opening_nbytes",
     "output_nbytes",
     "resuming_nbytes",
@@ -60,6 +61,9 @@ _RECORD_NBYTES: Final = 640
 _NOTED_NBYTES: Final = 192
 _READ_BACK_NBYTES: Final = 320
 _LOOKED_AT_NBYTES: Final = 2048
+# Blocks that are done within the seconds after which they are noted, and their records.
+_NOTING_NBYTES: Final = 896
+_MOST_NOTED: Final = 1 << 16
 
 
 def catalog_nbytes(catalog: Catalog) -> int:
@@ -129,6 +133,11 @@ def finishing_nbytes(
         + _OPENED_FILE_NBYTES * len(output.files)
         + _PARSED_NBYTES * _fixed_nbytes(output)
     )
+
+
+def noting_nbytes(block_count: int) -> int:
+    """Memory of the blocks that are done and not in the journal yet, with the records of them."""
+    return _NOTING_NBYTES * min(block_count, _MOST_NOTED)
 
 
 def resuming_nbytes(*, region_count: int, block_count: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from restride.executors.blocks import TABLE_NBYTES, block_count
 from restride.executors.footprint import (
     catalog_nbytes,
     finishing_nbytes,
+    noting_nbytes,
     opening_nbytes,
     output_nbytes,
     resuming_nbytes,
@@ -123,7 +124,7 @@ class _Frame:
         )
         self._opening_nbytes = opening_nbytes(catalog)
         kept = catalog_nbytes(catalog) + output_nbytes(output) + records
-        self.kept_nbytes = kept + TABLE_NBYTES * block_count
+        self.kept_nbytes = kept + TABLE_NBYTES * block_count + noting_nbytes(block_count)
 
     def digest_nbytes(self, rows: int) -> int:
         """Memory of digests, with so many rows at a time."""
