@@ -32,7 +32,7 @@ OPTIONS = {
     "states": "all",
     "workers": 1,
     "sync_nbytes": 1,
-    "budget_nbytes": 1 << 21,
+    "budget_nbytes": 5 << 19,
     "wait_seconds": 30,
 }
 
