@@ -32,7 +32,7 @@ from restride.errors import BudgetError, CoverageError, FormatError, LayoutError
 from restride.executors.events import NullObserver
 from restride.executors.serial import SerialExecutor
 from restride.executors.streaming import StreamingExecutor
-from restride.planning.conversion import Job, plan_conversion, whole_layout
+from restride.planning.jobs import Job, plan_conversion, whole_layout
 from restride.planning.transfers import plan_transfer
 from restride.testing.arrays import extract_by_walking, random_elements, somewhere_in_memory
 from restride.testing.moving import MemoryFiles, expected_shards, job_between, store

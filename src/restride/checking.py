@@ -26,7 +26,7 @@ from restride.executors.sources import default_budget_nbytes, default_workers
 from restride.executors.verifying import digest_rows
 from restride.formats.opening import Told, open_catalogs
 from restride.frozen import Frozen
-from restride.planning.conversion import plan_comparison
+from restride.planning.jobs import plan_comparison
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence

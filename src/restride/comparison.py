@@ -32,7 +32,7 @@ from restride.executors.running import run_plan
 from restride.executors.sources import CatalogReader, default_budget_nbytes, default_workers
 from restride.formats.opening import Told, open_catalogs
 from restride.frozen import Frozen
-from restride.planning.conversion import plan_reading
+from restride.planning.jobs import plan_reading
 from restride.storage.fingerprint_files import read_fingerprints
 from restride.storage.ranges import FilePool
 from restride.wording import counted, which

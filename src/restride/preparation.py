@@ -21,7 +21,7 @@ from restride.executors.writing import plan_writing
 from restride.exports import lay_out_export
 from restride.formats.opening import Told, open_catalog, require_told_matters
 from restride.frozen import Frozen
-from restride.planning.conversion import Job
+from restride.planning.jobs import Job
 from restride.storage.machine import peak_nbytes
 from restride.storage.torch_zip import TorchFiles
 

@@ -12,7 +12,7 @@ from restride.arrays.fingerprint import MODULUS, finish
 from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
 from restride.errors import CoverageError, RuleError, UnsupportedError
 from restride.formats.opening import open_catalog
-from restride.planning.conversion import whole_layout
+from restride.planning.jobs import whole_layout
 from restride.testing.command_line import SAMPLE
 
 TENSOR_PARALLEL_Z3 = Path(__file__).parents[1] / "data" / "deepspeed" / "tensor_parallel_z3"

@@ -9,7 +9,7 @@ from restride.checkpoint.catalog import Catalog, FileEntry, Region, StateEntry, 
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.pairing import pair_arrays
 from restride.errors import PlanError
-from restride.planning.conversion import whole_layout
+from restride.planning.jobs import whole_layout
 
 
 def catalog(**tensors):

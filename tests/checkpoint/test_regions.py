@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from restride.checkpoint.catalog import Region, Regions, StateEntry
 from restride.checkpoint.dtypes import DTYPES
-from restride.planning.conversion import whole_layout
+from restride.planning.jobs import whole_layout
 
 PLACES = st.lists(
     st.none() | st.builds(Region, st.integers(-1, 1 << 31), st.integers(-1, 1 << 62)), max_size=5

@@ -20,8 +20,8 @@ from restride.executors.blocks import TABLE_NBYTES, Block, BlockTable
 from restride.executors.events import NullObserver
 from restride.executors.streaming import StreamingExecutor
 from restride.layouts import replicated, split
-from restride.planning.conversion import plan_conversion
 from restride.planning.fills import Pattern
+from restride.planning.jobs import plan_conversion
 from restride.testing.moving import MemoryFiles, job_between, store
 
 SIZE = 4096

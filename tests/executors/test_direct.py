@@ -35,7 +35,7 @@ from restride.executors.sources import CatalogReader
 from restride.executors.streaming import StreamingExecutor
 from restride.layouts import replicated, split
 from restride.planning import plan as planning
-from restride.planning.conversion import plan_conversion, whole_layout
+from restride.planning.jobs import plan_conversion, whole_layout
 from restride.storage.output_files import OutputFiles
 from restride.storage.ranges import FilePool
 from restride.testing.moving import MemoryFiles, expected_shards, job_between, store

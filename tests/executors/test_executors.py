@@ -31,7 +31,7 @@ from restride.executors.serial import SerialExecutor
 from restride.executors.streaming import StreamingExecutor
 from restride.layouts import permuted, replicated, split
 from restride.planning import plan as planning
-from restride.planning.conversion import plan_comparison, plan_conversion, whole_layout
+from restride.planning.jobs import plan_comparison, plan_conversion, whole_layout
 from restride.planning.plan import BUFFERS_PER_WORKER, Plan
 from restride.planning.projection import project
 from restride.testing.moving import MemoryFiles, expected_shards, job_between, store

@@ -25,7 +25,7 @@ from restride.executors.serial import SerialExecutor
 from restride.executors.sources import CatalogReader
 from restride.executors.streaming import StreamingExecutor
 from restride.layouts import replicated, split
-from restride.planning.conversion import plan_conversion, whole_layout
+from restride.planning.jobs import plan_conversion, whole_layout
 from restride.planning.plan import BUFFERS_PER_WORKER
 from restride.storage.ranges import FilePool
 from restride.testing.moving import MemoryFiles, expected_shards, job_between, store

@@ -16,7 +16,7 @@ from restride.executors.footprint import (
 )
 from restride.executors.verifying import MOST_AT_ONE_TIME, Extent, find_damage
 from restride.layouts.replicated import replicated
-from restride.planning.conversion import whole_layout
+from restride.planning.jobs import whole_layout
 from restride.storage.journal import Journal, read_journal
 
 COUNT = 2000

@@ -15,8 +15,8 @@ from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.output import Output, OutputFile
 from restride.executors.identity import describe_job, job_digest
 from restride.layouts import replicated, split
-from restride.planning.conversion import plan_conversion
 from restride.planning.fills import Pattern
+from restride.planning.jobs import plan_conversion
 from restride.testing.moving import MemoryFiles, job_between, store
 
 FLOAT32 = DTYPES["float32"]

@@ -18,7 +18,7 @@ from restride.executors.journaled import claim_records, drift_records
 from restride.executors.members import Ledger, Member
 from restride.executors.resuming import ReadBack
 from restride.layouts import replicated, split
-from restride.planning.conversion import plan_conversion
+from restride.planning.jobs import plan_conversion
 from restride.storage import companions
 from restride.storage.companions import Team
 from restride.storage.journal import Journal, read_journal

@@ -17,7 +17,7 @@ from restride.executors.events import NullObserver
 from restride.executors.parts import Part, cut_parts
 from restride.executors.streaming import StreamingExecutor
 from restride.layouts import replicated, split
-from restride.planning.conversion import plan_conversion
+from restride.planning.jobs import plan_conversion
 from restride.testing.moving import MemoryFiles, job_between, store
 
 SIZE = 4096

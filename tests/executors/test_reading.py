@@ -20,7 +20,7 @@ from restride.executors.events import NullObserver
 from restride.executors.serial import SerialExecutor
 from restride.executors.streaming import StreamingExecutor
 from restride.layouts import permuted, replicated, split
-from restride.planning.conversion import plan_reading, whole_layout
+from restride.planning.jobs import plan_reading, whole_layout
 from restride.planning.plan import BUFFERS_PER_WORKER
 from restride.testing.fingerprints import digest_slowly
 from restride.testing.moving import MemoryFiles, store

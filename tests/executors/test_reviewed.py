@@ -19,8 +19,8 @@ from restride.executors.events import NullObserver
 from restride.executors.serial import SerialExecutor
 from restride.executors.streaming import StreamingExecutor
 from restride.layouts import replicated, split
-from restride.planning import conversion
-from restride.planning.conversion import plan_comparison, plan_conversion, whole_layout
+from restride.planning import jobs
+from restride.planning.jobs import plan_comparison, plan_conversion, whole_layout
 from restride.planning.plan import BUFFERS_PER_WORKER
 from restride.testing.command_line import SAMPLE
 from restride.testing.moving import MemoryFiles, job_between, store
@@ -159,8 +159,8 @@ def test_the_relation_of_two_layouts_is_made_once_for_all_target_ranks(monkeypat
     source = store(replicated((64,), mesh={"tp": 2}), FLOAT, numbers(64))
     job, _ = job_between(source, split((64,), mesh={"tp": 8}), FLOAT)
     made = []
-    compose = conversion.compose
-    monkeypatch.setattr(conversion, "compose", lambda *pair: made.append(pair) or compose(*pair))
+    compose = jobs.compose
+    monkeypatch.setattr(jobs, "compose", lambda *pair: made.append(pair) or compose(*pair))
 
     plan = plan_conversion([job], budget_nbytes=1 << 20, workers=1)
 

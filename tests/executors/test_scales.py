@@ -19,7 +19,7 @@ from restride.executors.events import NullObserver
 from restride.executors.serial import SerialExecutor
 from restride.executors.streaming import StreamingExecutor
 from restride.layouts import replicated
-from restride.planning.conversion import (
+from restride.planning.jobs import (
     Job,
     plan_comparison,
     plan_conversion,

@@ -11,7 +11,7 @@ from restride.algebra.mesh import as_mesh
 from restride.checkpoint.catalog import Region, StateEntry
 from restride.checkpoint.dtypes import DTYPES
 from restride.layouts import flat_chunks, replicated, zero_group
-from restride.planning.conversion import Job, plan_conversion, plan_reading
+from restride.planning.jobs import Job, plan_conversion, plan_reading
 
 DTYPE = DTYPES["float32"]
 SHAPE = (7,)

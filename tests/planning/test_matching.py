@@ -13,8 +13,8 @@ from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.selection import select_optimizer, select_weights
 from restride.formats.deepspeed import read_catalog
 from restride.layouts import replicated, split
-from restride.planning import conversion
-from restride.planning.conversion import Job, plan_conversion, whole_layout
+from restride.planning import jobs
+from restride.planning.jobs import Job, plan_conversion, whole_layout
 from restride.testing.command_line import SAMPLE
 
 DTYPE = DTYPES["float32"]
@@ -59,13 +59,13 @@ def test_a_plan_of_many_tensors_is_the_plans_of_each(cuts):
 def composed(monkeypatch):
     """How often each pair of layouts was matched."""
     found = Counter()
-    compose = conversion.compose
+    compose = jobs.compose
 
     def counted(target, source):
         found[target, source] += 1
         return compose(target, source)
 
-    monkeypatch.setattr(conversion, "compose", counted)
+    monkeypatch.setattr(jobs, "compose", counted)
     return found
 
 

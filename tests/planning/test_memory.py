@@ -14,7 +14,7 @@ from restride.checkpoint.dtypes import DTYPES
 from restride.errors import BudgetError
 from restride.layouts import replicated, split
 from restride.layouts.flat import flat_chunks
-from restride.planning.conversion import Job, plan_conversion, whole_layout
+from restride.planning.jobs import Job, plan_conversion, whole_layout
 
 DTYPE = DTYPES["float32"]
 RANKS = 512

@@ -10,7 +10,7 @@ from restride.checkpoint.dtypes import DTYPES
 from restride.executors.events import NullObserver
 from restride.executors.serial import SerialExecutor
 from restride.layouts import permuted, replicated, split
-from restride.planning.conversion import plan_conversion, whole_layout
+from restride.planning.jobs import plan_conversion, whole_layout
 from restride.planning.projection import Projection, project
 from restride.testing.moving import MemoryFiles, job_between, store
 from restride.testing.strategies import layout_pairs

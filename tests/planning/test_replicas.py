@@ -15,7 +15,7 @@ from restride.algebra.mesh import as_mesh
 from restride.algebra.piece import Axis, Piece
 from restride.errors import PlanError, UnsupportedError
 from restride.layouts import replicated, split
-from restride.planning.conversion import whole_layout
+from restride.planning.jobs import whole_layout
 from restride.planning.replicas import blocks_of_target
 from restride.testing.oracles import walk_addresses, walk_transfers
 from restride.testing.strategies import layout_pairs, wild_layouts

@@ -12,7 +12,7 @@ from restride.algebra.piece import Axis, Piece
 from restride.checkpoint.catalog import Region
 from restride.checkpoint.dtypes import DTYPES
 from restride.errors import UnsupportedError
-from restride.planning.conversion import plan_conversion, whole_layout
+from restride.planning.jobs import plan_conversion, whole_layout
 from restride.testing.moving import job_between, store
 
 

@@ -14,7 +14,7 @@ from restride.executors.events import NullObserver
 from restride.executors.serial import SerialExecutor
 from restride.executors.streaming import StreamingExecutor
 from restride.layouts import split
-from restride.planning.conversion import plan_conversion, whole_layout
+from restride.planning.jobs import plan_conversion, whole_layout
 from restride.planning.plan import BUFFERS_PER_WORKER
 from restride.planning.projection import project
 from restride.planning.sharing import families, is_dense

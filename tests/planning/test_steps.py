@@ -14,8 +14,8 @@ from restride.algebra.walks import Walk
 from restride.checkpoint.dtypes import DTYPES
 from restride.layouts import split
 from restride.planning import plan as planning
-from restride.planning.conversion import plan_conversion, whole_layout
 from restride.planning.fills import Fill, Pattern, Source
+from restride.planning.jobs import plan_conversion, whole_layout
 from restride.planning.projection import Projection, project
 from restride.testing.moving import job_between, store
 from restride.testing.strategies import layout_pairs

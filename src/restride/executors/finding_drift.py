@@ -12,7 +12,7 @@ from restride.executors.drift import DriftTable, drift_findings
 from restride.executors.events import NullObserver
 from restride.executors.running import run_plan
 from restride.executors.sources import default_workers
-from restride.planning.conversion import plan_comparison
+from restride.planning.jobs import plan_comparison
 from restride.wording import counted
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from restride.errors import FormatError, UnsupportedError
 from restride.executors.blocks import BLOCK_NBYTES
 from restride.executors.identity import job_digest, options_of, package_version
 from restride.executors.verifying import Extent, find_damage
-from restride.planning.conversion import whole_layout
+from restride.planning.jobs import whole_layout
 from restride.strict_json import LARGEST_LIST_NBYTES
 from restride.wording import which
 

@@ -22,7 +22,7 @@ from restride.executors.events import NullObserver
 from restride.executors.sources import CatalogReader, default_workers
 from restride.executors.streaming import StreamingExecutor
 from restride.frozen import Frozen
-from restride.planning.conversion import plan_reading
+from restride.planning.jobs import plan_reading
 from restride.storage.ranges import FilePool
 from restride.wording import counted
 
@@ -39,7 +39,7 @@ __all__ = ["MasterPlans", "compare_masters", "plan_masters", "spot_check_masters
 
 # Temporaries of one thread while values that differ are looked at.
 _COMPARING_NBYTES: Final = 1 << 20
-# A cast needs a step of four bytes an element (planning/conversion.py).
+# A cast needs a step of four bytes an element (planning/jobs.py).
 _WIDE_NBYTES: Final = 4
 _SPOT_NUMEL: Final = 256
 _SPOT_SCRATCH_NBYTES: Final = 1 << 16

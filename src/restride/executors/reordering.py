@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from restride.arrays.slice_sums import Moves, SliceSums, find_moves
 from restride.executors.events import NullObserver
 from restride.executors.running import run_plan
-from restride.planning.conversion import plan_reading
+from restride.planning.jobs import plan_reading
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -17,7 +17,7 @@ from restride.executors.footprint import (
 )
 from restride.executors.verifying import digest_rows
 from restride.frozen import Frozen
-from restride.planning.conversion import plan_conversion
+from restride.planning.jobs import plan_conversion
 from restride.planning.sizing import LEAST_BUFFERS_NBYTES
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from restride.checkpoint.catalog import Catalog
     from restride.checkpoint.output import Output
-    from restride.planning.conversion import Job
+    from restride.planning.jobs import Job
     from restride.planning.plan import Plan
 
 __all__ = ["Task", "plan_writing"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from restride.executors.drift import DriftTable
 from restride.executors.events import NullObserver
 from restride.executors.running import run_plan
-from restride.planning.conversion import Job, plan_conversion
+from restride.planning.jobs import Job, plan_conversion
 
 if TYPE_CHECKING:
     from pathlib import Path

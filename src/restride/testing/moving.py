@@ -8,7 +8,7 @@ import numpy as np
 
 from restride.checkpoint.catalog import FileEntry, Region, StateEntry
 from restride.frozen import Frozen
-from restride.planning.conversion import Job
+from restride.planning.jobs import Job
 from restride.testing.oracles import walk_padding, walk_relation
 
 if TYPE_CHECKING:

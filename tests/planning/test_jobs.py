@@ -13,7 +13,7 @@ from restride.checkpoint.catalog import Region
 from restride.checkpoint.dtypes import DTYPES
 from restride.errors import BudgetError, LayoutError, PlanError
 from restride.layouts import permuted, replicated, split
-from restride.planning.conversion import (
+from restride.planning.jobs import (
     plan_comparison,
     plan_conversion,
     plan_reading,
