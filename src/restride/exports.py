@@ -17,6 +17,7 @@ from restride.checkpoint.selection import (
     select_weights,
 )
 from restride.errors import UnsupportedError
+from restride.executors.option_words import option_name
 from restride.formats.opening import open_training
 from restride.frozen import Frozen
 from restride.storage.model_files import read_hyperparameters
@@ -150,14 +151,9 @@ def _require_taken(wanted: Wanted) -> None:
             like = {"stage": "zero", "zero": "stage"}.get(option)
             instead = f"say --{like}" if like in taken else "leave it out"
             raise UnsupportedError(
-                f"{wanted.to} takes no {_spelled(option)}{why}",
+                f"{wanted.to} takes no {option_name(option)}{why}",
                 remedy=f"{instead}, or convert to {' or '.join(takers)}",
             )
-
-
-def _spelled(name: str) -> str:
-    """A member of `Wanted` as the command line has it."""
-    return "--" + {"max_shard_nbytes": "max_shard_size"}.get(name, name).replace("_", "-")
 
 
 def _lay_out_safetensors(

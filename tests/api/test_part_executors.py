@@ -114,7 +114,7 @@ def test_a_cluster_of_dask_writes_what_one_process_writes(tmp_path, monkeypatch)
     ):
         executor = client.get_executor()
         api.convert("source", "out", to="universal", executor=executor, parts=3, workers=1)
-        with pytest.raises(ExistsError, match="option stage was None and is 3"):
+        with pytest.raises(ExistsError, match="it was started without --stage 3"):
             resumed_with_other_options(executor)
 
     assert tree(tmp_path / "out") == tree(tmp_path / "reference")

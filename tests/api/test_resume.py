@@ -317,9 +317,9 @@ def test_another_job_is_refused_with_what_differs(tmp_path):
         assert f"remove {partial_folder(out)}, or start anew with --force" in str(error.value)
         return error.value.problem
 
-    assert "option states was None and is 'all'" in refusal(states="all")
-    assert "option dtype was None and is 'float32'" in refusal(dtype="float32")
-    assert "option replicas was 'check' and is 'first'" in refusal(replicas="first")
+    assert "it was started without --states all" in refusal(states="all")
+    assert "it was started without --dtype float32" in refusal(dtype="float32")
+    assert "it was started without --replicas first" in refusal(replicas="first")
     os.utime(weights, ns=(1, 1))
     assert f"source file {name} was written to since then" in refusal()
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -346,9 +346,9 @@ def test_a_finished_output_of_other_options_is_not_taken_for_this_one(tmp_path):
         return caught.value.problem
 
     begin = f"the directory exists and is the output of restride {restride.__version__}"
-    told = f"{begin} with other options: option dtype was None and is 'float32'"
+    told = f"{begin} with other options: without --dtype float32"
     assert refusal(dtype="float32") == told
-    assert refusal(to="universal").endswith(": option to was 'safetensors' and is 'universal'")
+    assert refusal(to="universal").endswith(": with --to safetensors, not universal")
     others = refusal(states="all", dtype="float32", replicas="first", max_shard_nbytes=1 << 20)
     assert others.endswith(" and 1 more")
     shutil.copytree(SAMPLE, tmp_path / "changed")

@@ -291,3 +291,12 @@ def test_all_that_a_universal_folder_does_not_say_of_the_next_run_is_asked_for_a
     assert ran.err.endswith("say what the next run has: --dp N --zero STAGE\n")
     assert run(*convert, "--dp", "2").err.endswith("say what the next run has: --zero STAGE\n")
     assert run(*convert, "--dp", "2", "--zero", "0").code == 0
+
+
+def test_what_python_wrote_is_what_the_command_line_would_have_written(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    api.convert(SAMPLE, out)
+
+    assert run("convert", SAMPLE, out, "--resume", "--json").json["read_nbytes"] == 0
+    refused = run("convert", SAMPLE, out, "--resume", "--states", "all", "--replicas", "first")
+    assert "with other options: without --states all, without --replicas first;" in refused.err

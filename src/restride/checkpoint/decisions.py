@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from restride.algebra.mesh import Mesh
     from restride.checkpoint.catalog import Catalog, TensorEntry
 
-__all__ = ["DEFAULT", "ReplicaRules", "Saying", "read_rules"]
+__all__ = ["DEFAULT", "EVERYTHING", "ReplicaRules", "Saying", "read_rules"]
 
 Saying: TypeAlias = "str | int | Sequence[tuple[str, str | int]]"
 """A decision for everything, or (pattern, decision) rules of which the last that matches counts."""
 
 DEFAULT: Final = "check"
-_EVERYTHING: Final = "*"
+EVERYTHING: Final = "*"
 _MOST_NAMED: Final = 3
 
 
@@ -61,7 +61,7 @@ def read_rules(said: Saying, catalog: Catalog) -> ReplicaRules:
     Raises:
         PlanError: A decision is none, there is no such rank, or a pattern matches nothing.
     """
-    pairs = [(_EVERYTHING, said)] if isinstance(said, str | int) else list(said)
+    pairs = [(EVERYTHING, said)] if isinstance(said, str | int) else list(said)
     rules = tuple((pattern, _as_decision(decision, catalog.mesh)) for pattern, decision in pairs)
     for pattern, _ in rules:
         _require_used(pattern, catalog.tensors)
@@ -74,7 +74,7 @@ def _as_decision(said: str | int, mesh: Mesh) -> Decision:
 
 
 def _require_used(pattern: str, tensors: Sequence[TensorEntry]) -> None:
-    if pattern == _EVERYTHING:
+    if pattern == EVERYTHING:
         return
     if not any(
         _matches(pattern, tuple(_names(tensor.name, tensor.aliases, tuple(tensor.states))))

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import ExecutionError
+from restride.executors.option_words import as_kept, changed_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -57,7 +58,7 @@ def describe_job(
         "what": f"conversion of {catalog.root}",
         "nbytes": plan.total_nbytes,
         "version": package_version(),
-        "options": json.loads(json.dumps(dict(options), default=str)),
+        "options": json.loads(json.dumps(as_kept(options), default=str)),
         "source": {
             file.name: [*_stamp(catalog.root, file.name), _sample(reader, number, file.nbytes)]
             for number, file in enumerate(catalog.files)
@@ -71,16 +72,13 @@ def differs_from(ours: Record, theirs: Record) -> str:
 
     Examples:
         >>> differs_from({"options": {"to": "universal"}}, {"options": {"to": "safetensors"}})
-        "option to was 'safetensors' and is 'universal'"
+        'it was started with --to safetensors, not universal'
     """
     for key, words in (("format", "the format of the journal"), ("version", "the version")):
         if ours.get(key) != theirs.get(key):
             return f"{words} was {theirs.get(key)!s:.{_MOST_SHOWN}} and is {ours.get(key)}"
-    options = _mapping(ours, "options"), _mapping(theirs, "options")
-    for name in {**options[0], **options[1]}:
-        now, then = (side.get(name) for side in options)
-        if now != then:
-            return f"option {name} was {_shown(then)} and is {_shown(now)}"
+    for change in changed_options(options_of(ours), options_of(theirs)):
+        return f"it was started {change}"
     files = _mapping(ours, "source"), _mapping(theirs, "source")
     for name in {**files[0], **files[1]}:
         now, then = (side.get(name) for side in files)
@@ -112,10 +110,6 @@ def options_of(first: Record) -> dict[str, object]:
 def _mapping(record: Record, key: str) -> dict[str, object]:
     value = record.get(key)
     return value if isinstance(value, dict) else {}
-
-
-def _shown(value: object) -> str:
-    return f"{value!r:.{_MOST_SHOWN}}"
 
 
 def _change(then: object, now: object) -> str:

@@ -20,6 +20,7 @@ from restride.checkpoint.manifest import (
 from restride.errors import FormatError, UnsupportedError
 from restride.executors.blocks import BLOCK_NBYTES
 from restride.executors.identity import job_digest, options_of, package_version
+from restride.executors.option_words import changed_options
 from restride.executors.verifying import Extent, find_damage
 from restride.planning.jobs import whole_layout
 from restride.strict_json import LARGEST_LIST_NBYTES
@@ -222,11 +223,7 @@ def told_of(folder: Path, first: Record) -> str:
     ours, theirs = options_of(first), manifest.options
     if manifest.job == job_digest(first):
         return f"{made} for this source and these options, and {_first_damage(folder, manifest)}"
-    changes = [
-        f"option {name} was {theirs.get(name)!r} and is {ours.get(name)!r}"
-        for name in {**theirs, **ours}
-        if theirs.get(name) != ours.get(name)
-    ]
+    changes = [*changed_options(ours, theirs)]
     if theirs and changes:
         more = f" and {len(changes) - _MOST_TOLD} more" if changes[_MOST_TOLD:] else ""
         return f"{made} with other options: {', '.join(changes[:_MOST_TOLD])}{more}"
