@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from restride.algebra.mesh import Mesh
 from restride.checkpoint.catalog import Catalog, Region
 from restride.checkpoint.dtypes import DTYPES
-from restride.errors import CorruptError, ExecutionError, FormatError, RestrideError
+from restride.errors import (
+    CorruptError,
+    ExecutionError,
+    FormatError,
+    RestrideError,
+    UnsupportedError,
+)
 from restride.formats.safetensors import read_catalog
 from restride.testing.hostile_safetensors import (
     hostile_safetensors,
@@ -435,6 +441,22 @@ def test_a_header_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
 
     with pytest.raises(CorruptError, match="header length 100000001 is larger than the limit"):
         read_catalog(path)
+
+
+@pytest.mark.parametrize("name", ["", "shard-00001-model-00001-of-00001.safetensors"])
+def test_parts_of_tensors_that_one_process_saved_are_not_taken_for_the_tensors(
+    tmp_path: Path, name: str
+) -> None:
+    """As torch 2.13 writes them by ``HuggingFaceStorageWriter(..., save_distributed=True)``."""
+    for number in (1, 2):
+        places = {"w": {"saved_offsets": [4 * (number - 1)]}}
+        metadata = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+        header = {"__metadata__": metadata, "w": entry(0, 4)}
+        file = tmp_path / f"shard-{number:05d}-model-00001-of-00001.safetensors"
+        file.write_bytes(safetensors_file(header, bytes(4)))
+
+    with pytest.raises(UnsupportedError, match="holds what one process had of each tensor"):
+        read_catalog(tmp_path / name)
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Header", "HeaderTensor", "read_header"]
 
 _LENGTH_NBYTES: Final = 8
+# Key of the metadata in which torch says where each tensor of a process stands in the whole one.
+_PLACES_KEY: Final = "DCP_SHARDING_INFO"
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 # As many dimensions as a tensor of torch can have.
 _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]
@@ -77,7 +79,7 @@ def read_header(file: RangeFile) -> Header:
     Raises:
         CorruptError: The file is cut off, its header is no header, or tensors overlap, leave a
             hole, or do not have the length that shape and dtype give.
-        UnsupportedError: A dtype is not known.
+        UnsupportedError: A dtype is not known, or the tensors are parts of others.
         ExecutionError: The system cannot read the file.
     """
     if file.nbytes < _LENGTH_NBYTES:
@@ -95,6 +97,7 @@ def read_header(file: RangeFile) -> Header:
     try:
         entries = parse_typed(text, dict[str, object])
         metadata = converted(entries.pop(METADATA_KEY, {}), dict[str, str], METADATA_KEY)
+        _require_whole(metadata)
         first = _LENGTH_NBYTES + length
         tensors = [_tensor(name, entry, first) for name, entry in entries.items()]
     except RestrideError as error:
@@ -102,6 +105,16 @@ def read_header(file: RangeFile) -> Header:
     tensors.sort(key=lambda tensor: (tensor.start_nbytes, tensor.nbytes))
     _require_gapless(tensors, first, file.nbytes)
     return Header(tuple(tensors), metadata)
+
+
+def _require_whole(metadata: Mapping[str, str]) -> None:
+    """Refuse what one of several processes saved: it has no shapes but those of its own parts."""
+    if _PLACES_KEY in metadata:
+        raise UnsupportedError(
+            "holds what one process had of each tensor, as torch.distributed.checkpoint saves it "
+            "with save_distributed=True",
+            remedy="save it with enable_consolidation=True, which puts those of all together",
+        )
 
 
 def _tensor(name: str, value: object, first: int) -> HeaderTensor:
