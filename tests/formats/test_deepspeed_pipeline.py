@@ -515,6 +515,19 @@ def test_layers_of_a_tensor_parallel_rank_that_is_not_there_are_stale(copied):
     assert stale == ["step/layer_03-model_01-model_states.pt"]
 
 
+@pytest.mark.parametrize("name", ["tied_z1", "bf16_z0"])
+def test_a_layer_file_that_a_run_with_more_layers_left_there_is_told_of(copied, name):
+    step = copied(name) / "step"
+    before = read_catalog(step).findings
+    shutil.copy(step / "layer_01-model_states.pt", step / "layer_09-model_states.pt")
+
+    found = [finding for finding in read_catalog(step).findings if finding not in before]
+
+    (told,) = [finding for finding in found if finding.kind == "stale-file"]
+    assert told.severity == "warning"
+    assert told.message.startswith("layer_09-model_states.pt is of a layer behind the last one")
+
+
 def test_tied_layers_that_contradict_each_other(copied):
     folder = copied("bf16_z0")
     edit_file(

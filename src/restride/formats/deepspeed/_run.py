@@ -235,6 +235,7 @@ def open_stages(
             names=read.names,
             layers=tuple(read.layers.layers if read.layers else ()),
         )
+        findings.extend(_unnamed(read.layers.unnamed if read.layers else ()))
         _check_stage(run)
         missing = _missing(run, has_optimizer=bool(zeros))
         findings.extend(missing if has_weights else _missing_in_universal(run))
@@ -381,6 +382,16 @@ def _passed_over(folder: TagFolder, zeros: Mapping[tuple[int, int], ZeroFile]) -
                 "configured; it is left out"
             )
             yield Finding("warning", "stale-file", message, name)
+
+
+def _unnamed(layers: Iterable[str]) -> Iterable[Finding]:
+    """Tell of layers behind those that are trained: files of a run with more layers stay there."""
+    for name in layers:
+        message = (
+            f"{name} is of a layer behind the last one of which anything is trained: it is frozen, "
+            "or left of a run with more layers; it is read as frozen"
+        )
+        yield Finding("warning", "stale-file", message, name)
 
 
 def _missing(run: Run, *, has_optimizer: bool) -> Iterable[Finding]:

@@ -50,12 +50,14 @@ class StageModules(Struct):
         elsewhere: Tied weights that only layers of other stages store, with the shard of each
             tensor-parallel rank.
         layers: The layers of the stage that have a file, in no order.
+        unnamed: Files of layers behind the last one that anything else names.
     """
 
     modules: tuple[OrderedDictValue, ...]
     copies: Copies = field(default_factory=dict)
     elsewhere: dict[str, tuple[StoredTensor, ...]] = field(default_factory=dict)
     layers: list[PipelineLayer] = field(default_factory=list)
+    unnamed: list[str] = field(default_factory=list)
 
 
 class OpenedLayer(Frozen):
@@ -138,6 +140,7 @@ def assemble_modules(
     found = [StageModules(tuple(OrderedDictValue() for _ in stages[0])) for _ in stages]
     tied: dict[str, list[OpenedLayer]] = defaultdict(list)
     lowest = 0
+    last = max((number for stage in known for number in stage.numbers), default=None)
     for layer in layers:
         owners = [number for number, stage in enumerate(known) if layer.number in stage.numbers]
         if len(owners) > 1:
@@ -156,6 +159,8 @@ def assemble_modules(
             lowest = owners[0] if owners else lowest
             _add(found[lowest], layer, f"{layer.number}.")
             found[lowest].layers.append(layer.stored(f"{layer.number}.", lowest))
+            if last is not None and layer.number > last and not layer.is_empty:
+                found[lowest].unnamed.append(layer.where)
         else:
             tied[prefix].append(layer)
     for prefix, copies in tied.items():
