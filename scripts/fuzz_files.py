@@ -15,10 +15,11 @@ from fuzz_choices import ByteRandom, changed, changed_bytes
 from restride import api
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.fingerprints import fingerprints_from_json, fingerprints_to_json
-from restride.checkpoint.manifest import MANIFEST_NAME, _digest, manifest_from_json
+from restride.checkpoint.manifest import MANIFEST_NAME
 from restride.comparison import check_against, fingerprint
 from restride.errors import RestrideError
 from restride.testing.command_line import SAMPLE
+from restride.testing.contents import manifest_from_json, signed
 from restride.testing.gather import gather
 
 if TYPE_CHECKING:
@@ -114,8 +115,9 @@ def _hurt_manifest(random: Random, root: Path) -> None:
         if random.randrange(4):
             value = changed(random, value, is_json=True)
         if isinstance(value, dict) and random.randrange(4):
-            value["digest"] = _digest({k: v for k, v in value.items() if k != "digest"})
-        path.write_text(json.dumps(value))
+            path.write_bytes(signed(value))
+        else:
+            path.write_text(json.dumps(value, indent=1) + "\n")
     except (ValueError, TypeError, OverflowError, KeyError):
         path.write_bytes(changed_bytes(random, path.read_bytes()))
 

@@ -16,7 +16,7 @@ from restride.algebra.serial import MapFile, read_map, write_map
 from restride.algebra.signature import same_layout, signature
 from restride.api import check
 from restride.checkpoint.fingerprints import fingerprints_from_json, fingerprints_to_json
-from restride.checkpoint.manifest import _digest, manifest_from_json, manifest_to_json
+from restride.checkpoint.manifest import manifest_to_json
 from restride.deepspeed import from_affine_map, to_affine_map
 from restride.errors import RestrideError
 from restride.formats.safetensors import read_catalog
@@ -27,6 +27,7 @@ from restride.storage.journal import read_journal
 from restride.storage.model_files import read_model_config
 from restride.storage.pickle_vm import Limits, read_pickle
 from restride.storage.torch_zip import open_torch_zip
+from restride.testing.contents import manifest_from_json, signed
 from restride.testing.hostile import callers, hostile_pickles
 from restride.testing.hostile_safetensors import (
     hostile_safetensors,
@@ -226,8 +227,10 @@ def _manifest(random: Random) -> str:
     text = _json(random, _MANIFEST)
     try:
         value = json.loads(text)
-        text = json.dumps({**value, "digest": _digest(dict(value))}).encode()
-    except (ValueError, TypeError):
+        text = signed(value)
+        if random.randrange(4) == 0:
+            text = changed_bytes(random, text)
+    except (ValueError, TypeError, AttributeError):
         pass
     manifest = manifest_from_json(text, where="M")
     assert manifest_from_json(bytes(manifest_to_json(manifest)), where="M") == manifest
@@ -235,14 +238,10 @@ def _manifest(random: Random) -> str:
 
 
 def _fingerprints(random: Random) -> str:
-    valid = fingerprints_to_json(manifest_from_json(_signed(_MANIFEST), where="M").tensors)
+    valid = fingerprints_to_json(manifest_from_json(signed(_MANIFEST), where="M").tensors)
     read = fingerprints_from_json(_json(random, valid), where="F")
     assert fingerprints_from_json(json.dumps(fingerprints_to_json(read)), where="F") == read
     return "fingerprints"
-
-
-def _signed(manifest: dict[str, Any]) -> bytes:
-    return json.dumps({**manifest, "digest": _digest(dict(manifest))}).encode()
 
 
 def _journal(random: Random) -> str:

@@ -401,7 +401,7 @@ def test_arrays_that_are_missing_are_errors_and_more_arrays_a_note(converted, tm
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "f.json").write_text("{}")
 
-    with pytest.raises(ExecutionError, match=r"missing\.json: cannot be read"):
+    with pytest.raises(ExecutionError, match=r"missing\.json: cannot be opened"):
         comparison.check_against(SAMPLE, tmp_path / "missing.json")
     with pytest.raises(FormatError, match=r"f\.json"):
         comparison.check_against(SAMPLE, tmp_path / "f.json")

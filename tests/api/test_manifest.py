@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tracemalloc
 
 import pytest
 
 import restride
 from restride import api
-from restride.checkpoint.manifest import manifest_from_json, manifest_to_json
+from restride.checkpoint.manifest import Manifest, ManifestFile, ManifestPart, manifest_to_json
+from restride.checkpoint.manifest_reading import sizes_of
+from restride.errors import ExecutionError
 from restride.executors import blocks, manifests
+from restride.storage.manifest_files import read_manifest
 from restride.testing.command_line import SAMPLE, run
+from restride.testing.contents import manifest_from_json, signed
 
 NAME = "restride.json"
 
@@ -181,8 +187,8 @@ def notes(output):
     ("spoil", "problem"),
     [
         (lambda text: text.replace(b'"version": "', b'"version": "9.'), "not as it was written"),
-        (lambda _: b"", "no JSON"),
-        (lambda text: bytes(len(text)), "no JSON"),
+        (lambda _: b"", "no manifest"),
+        (lambda text: bytes(len(text)), "no manifest"),
     ],
     ids=["edited", "empty", "zeros"],
 )
@@ -214,6 +220,58 @@ def test_a_manifest_that_is_no_file_is_an_error(output, is_link):
     (finding,) = [f for f in api.check(output).findings if f.kind == "manifest-damaged"]
 
     assert finding.severity == "error"
+
+
+def test_a_file_that_a_manifest_describes_in_no_way_of_ours_is_an_error(output):
+    value = json.loads((output / NAME).read_bytes())
+    value["files"]["model.safetensors"]["parts"][0]["start_nbytes"] = 8
+    (output / NAME).write_bytes(signed(value))
+
+    (finding,) = [f for f in api.check(output).findings if f.severity == "error"]
+
+    assert finding.kind == "manifest-damaged"
+    assert finding.message.startswith(
+        "restride.json: $.files['model.safetensors']: a part starts at byte 8, not 0; the bytes"
+    )
+
+
+def test_a_manifest_that_takes_the_place_of_one_that_is_read_is_told_of(output):
+    manifest = read_manifest(output / NAME, where=NAME)
+    content = (output / NAME).read_bytes()
+    (output / NAME).unlink()
+    (output / NAME).write_bytes(content)
+
+    assert sizes_of(manifest)["state.json"] == (output / "state.json").stat().st_size
+    with pytest.raises(ExecutionError, match=r"restride\.json: was changed while it was read"):
+        manifest.files["state.json"]
+
+
+def test_of_the_files_of_a_thousand_ranks_one_is_in_memory_at_a_time(tmp_path):
+    parts = tuple(ManifestPart(4 * n, 4, (n,), f"layers.{n}.weight", "fp32") for n in range(300))
+    files = {f"rank{rank}.pt": ManifestFile(1200, parts) for rank in range(200)}
+    path = tmp_path / NAME
+    path.write_bytes(manifest_to_json(Manifest("1", "0", 4, files, {})))
+    assert path.stat().st_size > 10 << 20
+
+    tracemalloc.start()
+    try:
+        manifest = read_manifest(path, where=NAME)
+        assert all(file == files["rank0.pt"] for file in manifest.files.values())
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak_nbytes < 4 << 20
+
+
+def test_a_pipe_is_no_manifest_and_nobody_waits_for_it(output):
+    (output / NAME).unlink()
+    os.mkfifo(output / NAME)
+
+    (finding,) = [f for f in api.check(output).findings if f.severity == "error"]
+
+    assert finding.kind == "manifest-damaged"
+    assert "is not a regular file" in finding.message
 
 
 def test_a_manifest_of_another_version_is_a_note(output):

@@ -9,11 +9,12 @@ import pytest
 from recorded import SHARED
 from restride import api
 from restride.arrays.fingerprint import MODULUS, finish
-from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
+from restride.checkpoint.manifest import MANIFEST_NAME
 from restride.errors import CoverageError, RuleError, UnsupportedError
 from restride.formats.opening import open_catalog
 from restride.planning.jobs import whole_layout
 from restride.testing.command_line import SAMPLE
+from restride.testing.contents import manifest_from_json
 
 TENSOR_PARALLEL_Z3 = Path(__file__).parents[1] / "data" / "deepspeed" / "tensor_parallel_z3"
 TARGETS = {

@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from restride import api
-from restride.checkpoint.manifest import manifest_from_json, manifest_to_json
+from restride.checkpoint.manifest import manifest_to_json
 from restride.testing.command_line import SAMPLE, run
+from restride.testing.contents import manifest_from_json
 
 
 @pytest.fixture
@@ -310,6 +311,18 @@ def test_a_check_is_against_an_output_by_its_folder_and_a_manifest_by_any_name(
         checked = run("check", SAMPLE, "--against", against)
         assert checked.code == 0, checked.err
         assert f"all 65 fingerprints in {against} are those of the checkpoint" in checked.out
+
+
+def test_a_check_waits_for_no_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+
+    checked = run("check", SAMPLE, "--against", tmp_path / "pipe")
+
+    assert checked.code == 2
+    assert checked.err.endswith(
+        "pipe: is not a regular file; name a file that `restride fingerprint -o` wrote, or an "
+        "output of a conversion\n"
+    )
 
 
 def test_a_check_against_an_output_whose_arrays_are_cut_says_how_many_it_compared(

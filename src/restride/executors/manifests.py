@@ -15,19 +15,19 @@ from restride.checkpoint.manifest import (
     Manifest,
     ManifestFile,
     ManifestPart,
-    manifest_from_json,
 )
-from restride.errors import FormatError, UnsupportedError
+from restride.checkpoint.manifest_reading import sizes_of
+from restride.errors import FormatError, RestrideError, UnsupportedError
 from restride.executors.blocks import BLOCK_NBYTES
 from restride.executors.identity import job_digest, options_of, package_version
 from restride.executors.option_words import changed_options
 from restride.executors.verifying import Extent, find_damage
 from restride.planning.jobs import whole_layout
-from restride.strict_json import LARGEST_LIST_NBYTES
+from restride.storage.manifest_files import read_manifest
 from restride.wording import which
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from restride.algebra.layout import Layout
     from restride.checkpoint.catalog import Catalog
@@ -187,21 +187,23 @@ class FoundManifest:
 
     Attributes:
         folder: Where the manifest is.
-        files: Those files, by their names in the manifest.
+        files: All files of the manifest, by name.
+        sizes: Bytes of each of those that are below.
         block_nbytes: Size of a block.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, prefix: str) -> None:
         self.folder = folder
         self.block_nbytes = manifest.block_nbytes
-        self.files = {
-            name: file for name, file in manifest.files.items() if name.startswith(prefix)
+        self.files = manifest.files
+        self.sizes = {
+            name: nbytes for name, nbytes in sizes_of(manifest).items() if name.startswith(prefix)
         }
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all these files."""
-        return sum(file.nbytes for file in self.files.values())
+        """Bytes of the files below the folder."""
+        return sum(self.sizes.values())
 
 
 def is_written(folder: Path, job: str) -> bool:
@@ -234,21 +236,15 @@ def told_of(folder: Path, first: Record) -> str:
 
 def _manifest_of(folder: Path) -> Manifest | None:
     try:
-        return _read_manifest(folder / MANIFEST_NAME)
-    except (OSError, FormatError, UnsupportedError):
+        return read_manifest(folder / MANIFEST_NAME, where=MANIFEST_NAME)
+    except RestrideError:
         return None
-
-
-def _read_manifest(path: Path) -> Manifest:
-    with path.open("rb") as file:
-        content = file.read(LARGEST_LIST_NBYTES + 1)  # what is longer is refused as such
-    return manifest_from_json(content, where=MANIFEST_NAME)
 
 
 def _first_damage(folder: Path, manifest: Manifest) -> str | None:
     """The first file that has not the size that a manifest says, and what is wrong with it."""
-    for name, file in manifest.files.items():
-        problem = _size_problem(folder / name, file.nbytes)
+    for name, nbytes in sizes_of(manifest).items():
+        problem = _size_problem(folder / name, nbytes)
         if problem:
             return f"{name}: {problem}"
     return None
@@ -269,12 +265,12 @@ def find_manifest(catalog: Catalog) -> FoundManifest | Finding | None:
             continue
         prefix = "" if folder == root else f"{root.name}/"
         try:
-            found = FoundManifest(folder, _read_manifest(path), prefix)
+            found = FoundManifest(folder, read_manifest(path, where=MANIFEST_NAME), prefix)
         except UnsupportedError as error:
             return _note(str(error))
-        except (OSError, FormatError) as error:
+        except RestrideError as error:
             return _unreadable(error)
-        if {prefix + file.name for file in catalog.files}.isdisjoint(found.files):
+        if {prefix + file.name for file in catalog.files}.isdisjoint(found.sizes):
             if folder == root:
                 return _note(f"{MANIFEST_NAME} is of other files than those of this checkpoint")
             return None
@@ -286,12 +282,9 @@ def _note(problem: str) -> Finding:
     return Finding("note", "manifest-unused", f"{problem}; {_UNUSED}", MANIFEST_NAME)
 
 
-def _unreadable(error: OSError | FormatError) -> Finding:
+def _unreadable(error: RestrideError) -> Finding:
     # What damaged it, as a loss of power does without a sync, may have damaged the rest.
-    problem = str(error)
-    if isinstance(error, OSError):
-        problem = f"{MANIFEST_NAME} cannot be read ({error.strerror})"
-    message = f"{problem}; {_UNUSED}: convert again, or remove it if the rest is known to be sound"
+    message = f"{error}; {_UNUSED}: convert again, or remove it if the rest is known to be sound"
     return Finding("error", "manifest-damaged", message, MANIFEST_NAME)
 
 
@@ -312,26 +305,36 @@ def check_manifest(
     Cost:
         Every byte is read once.
     """
-    sound: dict[str, ManifestFile] = {}
-    for name, file in found.files.items():
-        problem = _size_problem(found.folder / name, file.nbytes)
+    sound = []
+    for name, nbytes in found.sizes.items():
+        problem = _size_problem(found.folder / name, nbytes)
         if problem:
             yield Finding("error", "manifest-size", f"{name}: {problem}", name)
         else:
-            sound[name] = file
+            sound.append(name)
+    unreadable: list[Finding] = []
     damage: dict[str, tuple[Damage, int]] = {}
-    extents = _extents(found, sound)
+    extents = _extents(found, sound, unreadable)
     for damaged in find_damage(extents, workers=workers, rows=rows, on_read=on_read):
         first, count = damage.get(damaged.extent.path, (damaged, 0))
         damage[damaged.extent.path] = first, count + 1
-    for name, file in sound.items():
+    yield from unreadable
+    for name in sound:
         if str(found.folder / name) in damage:
-            yield _damaged(name, file, *damage[str(found.folder / name)])
+            yield _damaged(name, found.files[name], *damage[str(found.folder / name)])
 
 
-def _extents(found: FoundManifest, files: Mapping[str, ManifestFile]) -> Iterator[Extent]:
-    for name, file in files.items():
+def _extents(
+    found: FoundManifest, names: Iterable[str], unreadable: list[Finding]
+) -> Iterator[Extent]:
+    """Blocks of files; what cannot be understood of a file is added to `unreadable`."""
+    for name in names:
         path = str(found.folder / name)
+        try:
+            file = found.files[name]
+        except FormatError as error:
+            unreadable.append(_unreadable(error.located(MANIFEST_NAME)))
+            continue
         for part in file.parts:
             for number, digest in enumerate(part.digests):
                 base = number * found.block_nbytes

@@ -8,11 +8,12 @@ from itertools import islice
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Final
 
-from restride.checkpoint.manifest import MANIFEST_NAME, written_nbytes_from_json
+from restride.checkpoint.manifest import MANIFEST_NAME
+from restride.checkpoint.manifest_reading import sizes_of
 from restride.errors import FormatError, UnsupportedError
 from restride.frozen import Frozen
+from restride.storage.manifest_files import read_manifest
 from restride.storage.output_files import translated
-from restride.strict_json import LARGEST_LIST_NBYTES
 from restride.wording import counted
 
 if TYPE_CHECKING:
@@ -74,14 +75,12 @@ def _wrote(folder: Path) -> _Wrote:
         status = os.lstat(path)
     if status is None or not S_ISREG(status.st_mode):
         return _Wrote({})
-    with path.open("rb") as file:
-        content = file.read(LARGEST_LIST_NBYTES + 1)  # what is longer is refused as such
     try:
-        nbytes = written_nbytes_from_json(content, where=MANIFEST_NAME)
+        nbytes = sizes_of(read_manifest(path, where=MANIFEST_NAME))
     except (FormatError, UnsupportedError) as error:
         return _Wrote({}, doubt=str(error))
     latest_ns = status.st_mtime_ns + _TOLERANCE_NS
-    return _Wrote({**nbytes, MANIFEST_NAME: len(content)}, latest_ns)
+    return _Wrote({**nbytes, MANIFEST_NAME: status.st_size}, latest_ns)
 
 
 def _strangers(folder: Path, wrote: _Wrote) -> Iterator[str]:

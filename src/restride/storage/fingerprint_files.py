@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.fingerprints import fingerprints_from_json
-from restride.checkpoint.manifest import MANIFEST_NAME, manifest_from_json
-from restride.errors import ExecutionError, FormatError, RestrideError
+from restride.checkpoint.manifest import MANIFEST_NAME
+from restride.errors import FormatError, RestrideError
+from restride.storage.manifest_files import read_manifest
+from restride.storage.ranges import RangeFile
 from restride.strict_json import LARGEST_LIST_NBYTES
 
 if TYPE_CHECKING:
@@ -38,17 +40,17 @@ def read_fingerprints(file: str | PathLike[str]) -> Fingerprints:
     path = Path(file)
     if os.path.lexists(path / MANIFEST_NAME):
         path /= MANIFEST_NAME
-    content = _content(path)
     # By what it says, too: a manifest may have been kept under another name.
-    if path.name == MANIFEST_NAME or _OF_MANIFESTS in content[:_HEAD_NBYTES]:
-        kept = manifest_from_json(content, where=str(path)).tensors
-        if not kept:
+    if path.name == MANIFEST_NAME or _OF_MANIFESTS in _content(path, _HEAD_NBYTES):
+        manifest = read_manifest(path, where=str(path))
+        if not manifest.tensors:
             raise FormatError(
                 "has no fingerprint, as every array of the output is cut",
                 where=str(path),
                 remedy="take them of the output with `restride fingerprint`",
             )
-        return kept
+        return manifest.tensors
+    content = _whole_content(path)
     try:
         return fingerprints_from_json(content, where=str(path))
     except FormatError as error:
@@ -63,7 +65,7 @@ def no_fingerprints(file: Path) -> str:
         What follows after "it"; empty where it is one, or holds nothing.
     """
     try:
-        content = _content(file)
+        content = _whole_content(file)
         if content:
             fingerprints_from_json(content, where=str(file))
     except RestrideError:
@@ -71,22 +73,24 @@ def no_fingerprints(file: Path) -> str:
     return ""
 
 
-def _content(file: str | PathLike[str]) -> bytes:
-    try:
-        with Path(file).open("rb") as opened:
-            content = opened.read(LARGEST_LIST_NBYTES + 1)  # it may be a checkpoint
-    except IsADirectoryError as error:
+def _content(file: str | PathLike[str], most_nbytes: int) -> bytes:
+    """The first bytes of a file."""
+    if Path(file).is_dir():
         raise FormatError(
             f"is a folder without {MANIFEST_NAME}",
             where=str(file),
             remedy=f"{_WHAT_HAS_FINGERPRINTS}; `restride diff` compares two checkpoints",
-        ) from error
-    except OSError as error:
-        raise ExecutionError(
-            f"cannot be read ({error.strerror})",
-            where=str(file),
-            remedy=_WHAT_HAS_FINGERPRINTS,
-        ) from error
+        )
+    try:
+        with RangeFile(file) as opened:
+            return opened.read(0, min(most_nbytes, opened.nbytes))
+    except RestrideError as error:
+        error.remedy = error.remedy or _WHAT_HAS_FINGERPRINTS
+        raise
+
+
+def _whole_content(file: str | PathLike[str]) -> bytes:
+    content = _content(file, LARGEST_LIST_NBYTES + 1)  # it may be a checkpoint
     if len(content) > LARGEST_LIST_NBYTES:
         raise FormatError(
             f"holds no fingerprints: it is larger than {LARGEST_LIST_NBYTES:,} bytes",

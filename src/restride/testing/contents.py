@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
+from functools import partial
+from hashlib import blake2b
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +17,18 @@ from restride.checkpoint.manifest import (
     Manifest,
     ManifestFile,
     ManifestPart,
+    compact_json,
     manifest_to_json,
 )
+from restride.checkpoint.manifest_reading import manifest_of
 from restride.checkpoint.values import Constructed, OrderedDictValue, StoredTensor
 from restride.storage.torch_zip import open_torch_zip
 
 if TYPE_CHECKING:
-    from restride.checkpoint.values import Value
+    from collections.abc import Mapping
+from restride.checkpoint.values import Value
 
-__all__ = ["content_of", "file_content", "sign", "tree"]
+__all__ = ["content_of", "file_content", "manifest_from_json", "sign", "signed", "tree"]
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -47,6 +54,29 @@ def sign(folder: Path) -> None:
     }
     manifest = Manifest("0", "0" * 32, block_nbytes, files, {})
     (folder / MANIFEST_NAME).write_bytes(manifest_to_json(manifest))
+
+
+def manifest_from_json(content: bytes, *, where: str) -> Manifest:
+    """Read a manifest that is in memory."""
+    return manifest_of(partial(nullcontext, _Kept(content)), where=where)
+
+
+class _Kept:
+    """A text that is in memory."""
+
+    def __init__(self, content: bytes) -> None:
+        self.nbytes = len(content)
+        self._content = content
+
+    def read(self, start_nbytes: int, nbytes: int, /) -> bytes:
+        return self._content[start_nbytes : start_nbytes + nbytes]
+
+
+def signed(manifest: Mapping[str, object]) -> bytes:
+    """The text of a manifest as restride writes it, with the digest of what it says by now."""
+    said = {key: value for key, value in manifest.items() if key != "digest"}
+    digest = blake2b(compact_json(said).encode(), digest_size=16).hexdigest()
+    return json.dumps({**said, "digest": digest}, indent=1).encode() + b"\n"
 
 
 def file_content(path: Path) -> Any:
