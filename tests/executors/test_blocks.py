@@ -220,3 +220,20 @@ def test_files_without_bytes_of_tensors_are_left_out_by_a_table():
     assert [[tuple(part) for part in parts] for parts in found] == [
         [(number, 0, 0, 6)] for number in range(4)
     ]
+
+
+def test_a_region_is_found_by_its_first_byte_in_its_own_file():
+    source = store(replicated((12,), mesh={"tp": 1}), DTYPES["uint16"], np.arange(12))
+    job, _ = job_between(source, split((12,), mesh={"tp": 4}, dim=0), DTYPES["uint16"])
+    places = Region(2, 8), Region(2, 50), Region(5, 0), Region(9, 7)
+    plan = plan_conversion([replace(job, target_regions=places)], budget_nbytes=1 << 24, workers=1)
+
+    table = BlockTable(plan.regions, digest_rows=1)
+
+    assert [list(table.of_file(file)) for file in range(11)] == [
+        *([], [], [0, 1], [], [], [2], [], [], [], [3], [])
+    ]
+    found = {(file, at): table.find(file, at) for file in range(12) for at in range(60)}
+    assert {place: number for place, number in found.items() if number is not None} == {
+        (place.file, place.start_nbytes): number for number, place in enumerate(places)
+    }

@@ -88,6 +88,31 @@ def test_what_a_changed_record_holds_is_named(saved):
     )
 
 
+def test_a_changed_record_is_said_to_hold_what_begins_in_it_and_no_more(saved):
+    catalog = open_catalog(saved)
+    path = f"step/{OPTIMIZER}"
+    (number,) = [number for number, file in enumerate(catalog.files) if file.name == path]
+    begins = {
+        (region.start_nbytes, tensor.name, state)
+        for tensor in catalog.tensors
+        for state, entry in tensor.states.items()
+        for region in entry.regions
+        if region is not None and region.file == number
+    }
+    of = {name: (start, start + nbytes) for name, start, nbytes in records(saved / path)}
+
+    for name, findings in changed_states(saved):
+        (told,) = [finding for finding in findings if finding.kind == "checksum-differs"]
+        first, last = of[name]
+        held = sorted(found for found in begins if first <= found[0] < last)
+        assert (told.details["start_nbytes"], told.details["stop_nbytes"]) == (first, last)
+        assert told.details["arrays"] == [[tensor, state] for _, tensor, state in held]
+        others = {0: ":", 1: ":", 2: " and 1 other array:"}
+        more = others.get(len(held), f" and {len(held) - 1} other arrays:")
+        what = f", which holds state {held[0][2]!r} of tensor {held[0][1]!r}" if held else ""
+        assert f"{name.partition('/')[2]}{what}{more} copy it again" in told.message
+
+
 def test_a_model_file_that_was_changed_is_told_of(saved):
     path = saved / "step" / "zero_pp_rank_2_mp_rank_00_model_states.pt"
     (start,) = [start for name, start, _ in records(path) if name.endswith("data.pkl")]
