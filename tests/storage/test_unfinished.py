@@ -370,7 +370,7 @@ def test_an_interrupt_from_the_keyboard_leaves_nothing(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "out")],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert child.stdout is not None
@@ -378,11 +378,11 @@ def test_an_interrupt_from_the_keyboard_leaves_nothing(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
     child.send_signal(signal.SIGINT)
     started = time.monotonic()
-    child.communicate(timeout=30)
+    _, told = child.communicate(timeout=30)
 
-    assert child.returncode != 0
+    assert child.returncode != 0, told
     assert time.monotonic() - started < 30
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [], told
 
 
 def failing_rename(
