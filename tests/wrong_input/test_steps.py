@@ -78,6 +78,61 @@ def test_a_schedule_has_moved_the_learning_rate_on(damaged, checkpoint, dp, tp):
     run.convert_refuses(weights="z3" in checkpoint)
 
 
+def told_of_steps(folder: Path) -> list[tuple[str, str]]:
+    found = [f for f in api.check(folder).findings if f.kind == "step-mismatch"]
+    return [(f.severity, f.message.partition(": ")[0]) for f in found]
+
+
+@pytest.mark.parametrize("checkpoint", ["llama_tp1dp2_z3", "llama_tp1dp2_z1"])
+@pytest.mark.parametrize(
+    ("steps", "skipped", "told"),
+    [
+        (2, 0, []),
+        (9, 7, []),
+        (1, 0, []),  # as what was made of files without ZeRO may have it
+        (0, 0, [("warning", 0)]),
+        (9, 8, []),
+        (9, 9, [("warning", 0)]),
+        (7, 0, [("note", 7)]),
+        (3_000_000, 2, [("note", 2_999_998)]),
+    ],
+)
+def test_all_model_files_count_other_steps_than_the_optimizer(
+    damaged, checkpoint, steps, skipped, told
+):
+    """Nothing in the model files of ZeRO-3 could be compared with the optimizer but this."""
+    run = damaged(checkpoint)
+    for file in (run.folder / "step").glob("*model_states.pt"):
+        edit_file(file, lambda root: root.update(global_steps=steps, skipped_steps=skipped))
+
+    says = "the optimizer took 2 steps, by the model files (global_steps less skipped_steps) it was"
+    assert told_of_steps(run.folder) == [(severity, f"{says} {count}") for severity, count in told]
+
+
+@pytest.mark.parametrize("to", ["universal", "safetensors"])
+def test_outputs_of_other_steps_are_told_of_as_well(damaged, tmp_path, to):
+    run = damaged("llama_tp1dp2_z3")
+    for file in (run.folder / "step").glob("*model_states.pt"):
+        edit_file(file, lambda root: root.update(global_steps=0))
+    options = {"states": "all"} if to == "safetensors" else {}
+    api.convert(run.folder, tmp_path / "out", to=to, **options)
+
+    assert [severity for severity, _ in told_of_steps(tmp_path / "out")] == ["warning"]
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_told"), [([0.001], False), ([0.0009], True), ([0.1, 0.2], False), (None, False)]
+)
+def test_the_scheduler_in_the_model_files_has_another_learning_rate(damaged, rates, is_told):
+    run = damaged("llama_tp1dp2_z3")
+    for file in (run.folder / "step").glob("*model_states.pt"):
+        edit_file(file, lambda root: root.update(lr_scheduler={"_last_lr": rates}))
+
+    says = "the learning rate is 0.001 in the optimizer and 0.0009 in the scheduler of the model"
+    expected = [("warning", f"{says} files")] if is_told else []
+    assert told_of_steps(run.folder) == expected
+
+
 @pytest.mark.parametrize("to", ["universal", "safetensors"])
 def test_parameters_of_one_group_have_several_steps(damaged, tmp_path, to):
     """As where a copy brought some of the files of another save, of the same shapes."""
