@@ -81,3 +81,17 @@ def test_a_file_of_another_precision_beside_that_of_a_rank_is_told_of(damaged):
     assert (told.kind, told.severity, told.where) == ("stale-file", "warning", f"step/{other}")
     assert f"step/{other} is of a rank that has step/{file.name} as well" in told.message
     assert "left out" in told.message
+
+
+@pytest.mark.parametrize("checkpoint", ["mixtral_ep2_z3", "llama_tp1dp2_z3"])
+def test_an_expert_file_beside_those_of_zero_3_is_told_of(damaged, shared, checkpoint):
+    """The optimizer files have the experts there; what was left under the tag is of no use."""
+    run = damaged(checkpoint)
+    name = "layer_0_expert_1_mp_rank_00_model_states.pt"
+    before = api.check(run.folder)
+    source = shared / "checkpoints" / "mixtral_ep2_z1" / "step" / name
+    shutil.copyfile(source, run.folder / "step" / name)
+
+    (told,) = [f for f in api.check(run.folder).findings if f not in before.findings]
+
+    assert (told.kind, told.severity, told.where) == ("stale-file", "warning", name)

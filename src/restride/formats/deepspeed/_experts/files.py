@@ -182,11 +182,13 @@ def _opened(run: Run) -> dict[tuple[int, int], dict[int, Field]]:
     """The files of each expert; only tensor-parallel ranks may write several."""
     opened: dict[tuple[int, int], dict[int, Field]] = {}
     for file in run.folder.experts:
-        if file.tp >= run.tp_size > 1:
-            message = (
-                f"{file.name} is of a rank that a run with tp={run.tp_size} does not have; it is "
-                "left out"
-            )
+        stale = ""
+        if run.is_partitioned:
+            stale = "an expert, and under ZeRO-3 the optimizer files have those"
+        elif file.tp >= run.tp_size > 1:
+            stale = f"a rank that a run with tp={run.tp_size} does not have"
+        if stale:
+            message = f"{file.name} is of {stale}; it is left out"
             run.findings.append(Finding("warning", "stale-file", message, file.name))
             continue
         known = opened.setdefault((file.layer, file.expert), {})
