@@ -27,8 +27,10 @@ from restride.exports import Wanted
 from restride.frozen import Frozen
 from restride.preparation import prepare
 from restride.storage.joining import LOCK_SECONDS, joined_output
+from restride.storage.paths import as_path
 from restride.storage.ranges import FilePool
 from restride.storage.unfinished import Purpose, unfinished_output
+from restride.wording import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -239,7 +241,7 @@ def convert(
     if not wait_seconds >= 0:
         raise PlanError(f"wait_seconds is {wait_seconds}", remedy="wait for 0 s or longer")
     order = _PartOrder(
-        *(os.fspath(path), os.fspath(out), wanted, number, count, budget_nbytes, workers, replicas),
+        *(as_path(path), as_path(out), wanted, number, count, budget_nbytes, workers, replicas),
         *(force, resume, sync_nbytes, durable, wait_seconds),
     )
     if number:
@@ -492,6 +494,6 @@ def _kept(place: Unfinished, total_nbytes: int) -> Iterator[None]:
 def _how_to_resume(place: Unfinished, total_nbytes: int) -> str:
     done_nbytes = place.done_nbytes + place.done_elsewhere_nbytes
     return (
-        f"{done_nbytes:,} of {total_nbytes:,} bytes are done and kept in {place.folder}: run it "
-        "again with --resume"
+        f"{format_size(done_nbytes)} of {format_size(total_nbytes)} are done and kept in "
+        f"{place.folder}: run it again with --resume"
     )

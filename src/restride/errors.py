@@ -1,6 +1,6 @@
 """Every exception that restride raises on purpose.
 
-A leaf module: it imports nothing from the package, so any layer may raise.
+It imports nothing but words, so any layer may raise.
 
 All of them read ``<where>: <what is wrong with the numbers>; <what would work>``. The place grows
 on the way up: the algebra knows a piece and an element, the checkpoint layer adds the tensor and
@@ -10,6 +10,8 @@ the rank, a format adds the file. Each layer adds what it knows with `RestrideEr
 from __future__ import annotations
 
 from typing import Self
+
+from restride.wording import enough_size, told_apart
 
 __all__ = [
     "BudgetError",
@@ -118,11 +120,11 @@ class BudgetError(PlanError):
     """
 
     def __init__(self, *, needed_nbytes: int, budget_nbytes: int, where: str = "") -> None:
+        budget, needed = told_apart(budget_nbytes, needed_nbytes)
         super().__init__(
-            f"a budget of {budget_nbytes:,} byte{'' if budget_nbytes == 1 else 's'} of memory is "
-            f"below the {needed_nbytes:,} bytes needed",
+            f"a budget of {budget} of memory is below the {needed} needed",
             where=where,
-            remedy=f"raise it: --memory {needed_nbytes} or more",
+            remedy=f"raise it: --memory {enough_size(needed_nbytes)} or more",
         )
         self.needed_nbytes = needed_nbytes
         self.budget_nbytes = budget_nbytes

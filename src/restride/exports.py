@@ -21,6 +21,7 @@ from restride.executors.option_words import option_name
 from restride.formats.opening import open_training
 from restride.frozen import Frozen
 from restride.storage.model_files import read_hyperparameters
+from restride.storage.paths import require_paths
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -84,6 +85,9 @@ class Wanted(Frozen):
     zero_init: bool | None = None
     source_config: str | PathLike[str] | None = None
     source_rules: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        require_paths(*self.files.values())
 
     @property
     def files(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from restride.frozen import Frozen
 from restride.planning.jobs import Job
 from restride.storage.machine import peak_nbytes
 from restride.storage.torch_zip import TorchFiles
+from restride.wording import told_apart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -161,11 +162,12 @@ def _taken(nbytes: int, budget_nbytes: int) -> Iterator[Finding]:
     Nobody knows before. What they took is free again, and the conversion itself does with less.
     """
     if nbytes > budget_nbytes + _PROGRAM_NBYTES:
+        taken, budget = told_apart(nbytes, budget_nbytes)
         yield Finding(
             "warning",
             "memory-of-opening",
-            f"reading headers and planning took {nbytes:,} bytes of memory, more than the budget "
-            f"of {budget_nbytes:,}; the conversion itself stays below it",
+            f"reading headers and planning took {taken} of memory, more than the budget of "
+            f"{budget}; the conversion itself stays below it",
         )
 
 

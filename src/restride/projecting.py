@@ -12,6 +12,7 @@ from restride.frozen import Frozen
 from restride.planning.projection import project
 from restride.preparation import prepare
 from restride.storage.machine import free_nbytes
+from restride.storage.paths import as_path
 from restride.storage.ranges import FilePool
 from restride.storage.unfinished import require_startable
 
@@ -96,6 +97,7 @@ def dry_run(
     Cost:
         Headers, the plan, and up to 32 MiB of the tensors, read to see how fast that is.
     """
+    out = as_path(out)
     with FilePool() as pool:
         prepared = prepare(
             *(path, wanted, pool),

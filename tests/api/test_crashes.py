@@ -165,7 +165,7 @@ def test_after_a_death_between_the_two_names_both_contents_are_there(source, tmp
     assert not out.exists()
     assert tree(partial_folder(out) / "replaced") == old
 
-    with pytest.raises(ExistsError, match=r"41,024 of 41,024 bytes done; add --resume"):
+    with pytest.raises(ExistsError, match=r"41.0 kB of 41.0 kB done; add --resume"):
         api.convert(source, out, **OPTIONS)
     assert tree(out) == old != reference
 

@@ -285,11 +285,9 @@ def test_where_there_are_no_locks_a_death_is_told_by_silence(
 def test_a_leftover_of_several_is_reported_with_what_all_of_them_did(tmp_path, until):
     out = tmp_path / "out"
     error = killed_and_given_up(out, until)
-    done = str(error).split("; ")[-1].split()[0]
+    done = str(error).split("; ")[-1].split(" of ")[0]
 
-    with pytest.raises(
-        ExistsError, match=f"an unfinished .* is here, {done} of 205,236 bytes done"
-    ):
+    with pytest.raises(ExistsError, match=f"an unfinished .* is here, {done} of 205 kB done"):
         api.convert(SAMPLE, out, **OPTIONS)
 
 

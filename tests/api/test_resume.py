@@ -36,6 +36,7 @@ from restride.storage.output_files import OutputFiles
 from restride.storage.unfinished import partial_folder
 from restride.testing.command_line import SAMPLE, run
 from restride.testing.contents import tree
+from restride.wording import format_size
 
 BLOCK = 16 << 10
 SMALL = {"workers": 1, "sync_nbytes": 1, "budget_nbytes": 1 << 21}
@@ -126,8 +127,8 @@ def test_a_leftover_is_reported_and_never_clobbered(tmp_path):
 
     done = sum(r.get("nbytes", 0) for r in read_journal(partial_folder(out) / "journal")[1:])
     assert str(error.value) == (
-        f"{out}: an unfinished conversion of {SAMPLE} is here, {done:,} of 29,312 bytes done; "
-        f"add --resume to continue or remove {partial_folder(out)}"
+        f"{out}: an unfinished conversion of {SAMPLE} is here, {format_size(done)} of 29.3 kB "
+        f"done; add --resume to continue or remove {partial_folder(out)}"
     )
     assert ran.code == 2
     assert ran.err == f"restride: {error.value}\n"
@@ -679,6 +680,6 @@ def test_a_limit_of_the_size_of_files_is_an_error_that_leaves_nothing(tmp_path):
     _, told = child.communicate(timeout=60)
 
     assert child.returncode == 2
-    assert b"model.safetensors: no room for 67,108," in told
+    assert b"model.safetensors: no room for 67.1 MB" in told
     assert b"raise the limit of this process (ulimit -f) or file system" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

@@ -37,6 +37,7 @@ from restride.planning.projection import project
 from restride.testing.moving import MemoryFiles, expected_shards, job_between, store
 from restride.testing.oracles import walk_relation
 from restride.testing.strategies import layout_pairs
+from restride.wording import enough_size
 
 EXECUTORS = [SerialExecutor, StreamingExecutor]
 SMALLEST = BUFFERS_PER_WORKER * 4096
@@ -195,7 +196,7 @@ def test_the_smallest_budget_that_works_is_named_before_the_first_byte_moves():
     plan = plan_conversion([job], budget_nbytes=needed, workers=4)
     assert plan.projected_nbytes == needed
     assert plan.workers == 1
-    with pytest.raises(BudgetError, match=f"--memory {needed} or more"):
+    with pytest.raises(BudgetError, match=f"--memory {enough_size(needed)} or more"):
         plan_conversion([job], budget_nbytes=needed - 1, workers=4)
 
 

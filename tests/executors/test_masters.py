@@ -19,6 +19,7 @@ from restride.errors import BudgetError, CorruptError, ExecutionError, ReplicaEr
 from restride.executors.events import NullObserver
 from restride.executors.masters import compare_masters, plan_masters, spot_check_masters
 from restride.testing.command_line import SAMPLE, run
+from restride.wording import enough_size
 
 RECORDED = Path(__file__).parents[1] / "data" / "deepspeed"
 BUDGET = 64 << 20
@@ -271,7 +272,7 @@ def test_a_budget_that_is_too_small_names_the_one_that_is_enough(sample):
     plans = plan_masters(catalog, budget_nbytes=needed)
     assert plans is not None
     assert plans.projected_nbytes <= needed
-    with pytest.raises(BudgetError, match=f"--memory {needed} or more"):
+    with pytest.raises(BudgetError, match=f"--memory {enough_size(needed)} or more"):
         plan_masters(catalog, budget_nbytes=needed - 1)
 
 

@@ -24,6 +24,7 @@ from restride.storage.companions import Team
 from restride.storage.journal import Journal, read_journal
 from restride.storage.locks import locked
 from restride.testing.moving import job_between, store
+from restride.wording import format_size
 
 SIZE = 4096
 # Regions of two blocks and a half: process 1 has what lies between the first two cuts.
@@ -221,7 +222,7 @@ def test_who_ends_before_all_is_there_is_not_done(other):
     other.look()
     other.end("a")
     assert other.look() == (
-        f"ended before its part was done, {SIZE} of {OWN_NBYTES} bytes are left"
+        f"ended before its part was done, {format_size(SIZE)} of {format_size(OWN_NBYTES)} are left"
     )
     assert other.member.is_missing
     assert state_of(other.member) == (False, True, False)
@@ -313,7 +314,7 @@ def test_who_holds_its_lock_is_there_whatever_it_said_and_missing_once_it_lets_g
         assert not member.is_missing
     other.claim(OWN[0])  # noted at last
 
-    assert "bytes are left" in other.look()
+    assert "are left" in other.look()
     assert (member.is_missing, member.missing_since) == (True, clock.seconds)
     assert member.claimed_nbytes == SIZE
     clock.seconds += 1
@@ -370,7 +371,7 @@ def test_who_was_answered_has_time_to_take_its_lock(other, clock):
         other.look()
         assert not other.member.is_missing
     clock.seconds += 4
-    assert "bytes are left" in other.look()
+    assert "are left" in other.look()
     assert other.member.is_missing
 
 

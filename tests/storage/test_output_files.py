@@ -68,7 +68,7 @@ def test_a_file_that_is_there_in_part_needs_room_and_is_made_whole(files, monkey
     os.truncate(files.path / "d/b", 10)
     with OutputFiles(files.path) as later:
         monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((1, 1, 9, 9, 10, *[0] * 5)))
-        with pytest.raises(ExecutionError, match="no room for 11 bytes of 1 file, 10 are free"):
+        with pytest.raises(ExecutionError, match="no room for 11 B of 1 file, 10 B are free"):
             later.create(OUTPUT, resume=True)
         monkeypatch.undo()
         later.create(OUTPUT, resume=True)

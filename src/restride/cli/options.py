@@ -10,6 +10,8 @@ import click
 from restride.cli.completion import files
 from restride.cli.numbers import Integer
 from restride.cli.sizes import parse_size
+from restride.errors import UnsupportedError
+from restride.storage.paths import as_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,11 +30,8 @@ __all__ = [
 ]
 
 
-_URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII | re.IGNORECASE)
-
-
 class PathName(click.ParamType):  # type: ignore[type-arg]  # generic in new versions only
-    """A file or folder. Nothing, as of a variable that is not set, is not the working directory."""
+    """A file or folder."""
 
     name = "path"
 
@@ -40,14 +39,10 @@ class PathName(click.ParamType):  # type: ignore[type-arg]  # generic in new ver
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> str:
         """Read what was given; click calls this."""
-        path = str(value)
-        if not path:
-            self.fail("it is empty: is a variable not set?", param, ctx)
-        if "\0" in path:
-            self.fail(f"{path!r} is the name of no file", param, ctx)
-        if _URL.match(path):  # or it would be a folder called "s3:" here
-            self.fail(f"{path!r} is not on this machine: mount it, or copy it here", param, ctx)
-        return path
+        try:
+            return as_path(str(value))
+        except UnsupportedError as error:
+            self.fail(str(error), param, ctx)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str

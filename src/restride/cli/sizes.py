@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import Final
 
-from restride.wording import plural
+from restride.wording import format_size, plural
 
 __all__ = ["format_count", "format_duration", "format_rate", "format_size", "parse_size"]
 
@@ -21,7 +21,6 @@ _UNITS: Final = {
 _UNCLEAR: Final = frozenset("kmgtp")
 _BY_LOWER: Final = {name.lower(): factor for name, factor in _UNITS.items()}
 _SIZE: Final = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)\s*", re.ASCII)
-_STEP: Final = 1000
 _MINUTE: Final = 60
 _HOUR: Final = 3600
 
@@ -53,25 +52,6 @@ def parse_size(text: str) -> int:
     if nbytes < 1:
         raise ValueError(f"{text!r} is less than one byte")
     return nbytes
-
-
-def format_size(nbytes: int) -> str:
-    """Write bytes with three digits and a decimal unit.
-
-    Examples:
-        >>> format_size(999), format_size(282749), format_size(5_000_000_000)
-        ('999 B', '283 kB', '5.00 GB')
-    """
-    if nbytes < _STEP:
-        return f"{nbytes} B"
-    size, unit = nbytes / _STEP, "kB"
-    for larger in ("MB", "GB", "TB", "PB"):
-        # From 999.5 on it would be written as 1000.
-        if size < _STEP - 0.5:
-            break
-        size, unit = size / _STEP, larger
-    digits = 2 if size < 9.995 else 1 if size < 99.95 else 0  # noqa: PLR2004
-    return f"{size:.{digits}f} {unit}"
 
 
 def format_rate(nbytes: int, seconds: float) -> str:

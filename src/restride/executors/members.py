@@ -14,6 +14,7 @@ from restride.storage import companions
 from restride.storage.companions import HELLO, JOURNAL, LOCK, WELCOME, Sign
 from restride.storage.journal import JournalReader, read_journal
 from restride.storage.locks import is_held
+from restride.wording import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -166,8 +167,8 @@ class Member:
         if not self.has_joined and not self._was_held:
             return "did not come"
         return (
-            f"ended before its part was done, {self.left_nbytes} of {self.total_nbytes} bytes "
-            "are left"
+            f"ended before its part was done, {format_size(self.left_nbytes)} of "
+            f"{format_size(self.total_nbytes)} are left"
         )
 
     def look(self, team: Team, job: str) -> str:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from restride.checkpoint.catalog import Finding
 from restride.errors import ExecutionError, FormatError, RestrideError, UnsupportedError
 from restride.frozen import Frozen
+from restride.storage.paths import as_path, require_paths
 from restride.wording import counted, which
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ class Told(Frozen):
     pp_tied: Mapping[str, Sequence[int]] | None = None
     source_config: str | PathLike[str] | None = None
     source_rules: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        require_paths(self.source_config, self.source_rules)
 
     @property
     def is_of_cut(self) -> bool:
@@ -176,9 +180,10 @@ def detect_format(path: str | PathLike[str]) -> Format:
 
     Raises:
         FormatError: Nothing that is known was found; says what was looked for.
+        UnsupportedError: It is an address, or no path at all.
         ExecutionError: The path is not there, or the system cannot read it.
     """
-    place = Path(path)
+    place = Path(as_path(path))
     try:
         os.stat(place)  # noqa: PTH116
     except (FileNotFoundError, NotADirectoryError) as error:

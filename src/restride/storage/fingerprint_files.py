@@ -10,6 +10,7 @@ from restride.checkpoint.fingerprints import fingerprints_from_json
 from restride.checkpoint.manifest import MANIFEST_NAME
 from restride.errors import FormatError, RestrideError
 from restride.storage.manifest_files import read_manifest
+from restride.storage.paths import as_path
 from restride.storage.ranges import RangeFile
 from restride.strict_json import LARGEST_LIST_NBYTES
 
@@ -37,7 +38,7 @@ def read_fingerprints(file: str | PathLike[str]) -> Fingerprints:
         FormatError: There are no fingerprints in it: a manifest has none of arrays that are cut.
         ExecutionError: It cannot be read.
     """
-    path = Path(file)
+    path = Path(as_path(file))
     if os.path.lexists(path / MANIFEST_NAME):
         path /= MANIFEST_NAME
     # By what it says, too: a manifest may have been kept under another name.

@@ -15,7 +15,7 @@ from restride.errors import ExecutionError, ExistsError, RestrideError
 from restride.storage.background import Background
 from restride.storage.ranges import FilePool, write_exact
 from restride.storage.reserving import reserve
-from restride.wording import counted
+from restride.wording import counted, format_size, told_apart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -136,9 +136,9 @@ class OutputFiles:
             system = os.statvfs(self.path)
         free_nbytes = system.f_bavail * system.f_frsize
         if system.f_blocks and nbytes > free_nbytes:  # some systems do not say
+            needed, free = told_apart(nbytes, free_nbytes)
             raise ExecutionError(
-                f"no room for {nbytes:,} bytes of {counted(len(missing), 'file')}, {free_nbytes:,} "
-                "are free",
+                f"no room for {needed} of {counted(len(missing), 'file')}, {free} are free",
                 where=str(self.path),
                 remedy="make room, or name an output elsewhere",
             )
@@ -367,7 +367,7 @@ def translated(problem: str, path: str | Path) -> Iterator[None]:
 
 def _no_room(error: OSError, path: str, nbytes: int) -> ExecutionError:
     """Say what the file takes, and what there is or what forbids it."""
-    needs, remedy = f"no room for {nbytes:,} bytes", "make room, or name an output elsewhere"
+    needs, remedy = format_size(nbytes), "make room, or name an output elsewhere"
     if error.errno == errno.EFBIG:
         remedy = "raise the limit of this process (ulimit -f) or file system, or have smaller files"
     elif error.errno == errno.EDQUOT:
@@ -375,9 +375,9 @@ def _no_room(error: OSError, path: str, nbytes: int) -> ExecutionError:
     else:
         with suppress(OSError):
             system = os.statvfs(path.rpartition("/")[0])
-            needs += f", {system.f_bavail * system.f_frsize:,} are free"
+            needs = "{}, {} are free".format(*told_apart(nbytes, system.f_bavail * system.f_frsize))
         remedy += "; --dry-run says what all files take"
-    return ExecutionError(f"{needs} ({error.strerror})", where=path, remedy=remedy)
+    return ExecutionError(f"no room for {needs} ({error.strerror})", where=path, remedy=remedy)
 
 
 def _raise(error: OSError) -> None:

@@ -39,6 +39,7 @@ from restride.storage._places import (
 from restride.storage.journal import Journal, read_journal
 from restride.storage.locks import locked
 from restride.storage.output_files import OutputFiles, sync_path, translated
+from restride.wording import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -408,7 +409,7 @@ def _enter(
 
 def _left(folder: Path, target: Path, records: Sequence[Record]) -> ExistsError:
     first, *others = records
-    total = first.get("nbytes", 0)
+    total = _done_nbytes([first])
     done = _done_nbytes(others)
     if team := companions.last_team(others):
         done += sum(map(_done_nbytes, companions.journals_of(folder, team[1])))
@@ -416,7 +417,8 @@ def _left(folder: Path, target: Path, records: Sequence[Record]) -> ExistsError:
     if os.path.lexists(folder / _REPLACED) and not os.path.lexists(target):
         removing = f"; what was here is in {folder / _REPLACED}"
     return ExistsError(
-        f"an unfinished {first.get('what', 'output')} is here, {done:,} of {total:,} bytes done",
+        f"an unfinished {first.get('what', 'output')} is here, {format_size(done)} of "
+        f"{format_size(total)} done",
         where=str(target),
         remedy=f"add --resume to continue{removing}",
     )
