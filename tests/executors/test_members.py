@@ -8,14 +8,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
+from restride.checkpoint.catalog import Region
 from restride.checkpoint.dtypes import DTYPES
 from restride.executors import blocks, members
 from restride.executors.blocks import Block, BlockTable
 from restride.executors.events import ReplicaDrift
 from restride.executors.journaled import claim_records, drift_records
 from restride.executors.members import Ledger, Member
+from restride.executors.parts import Part
 from restride.executors.resuming import ReadBack
 from restride.layouts import replicated, split
 from restride.planning.jobs import plan_conversion
@@ -139,6 +141,31 @@ def test_what_was_there_before_the_team_is_nobodys_to_do_or_to_take_back(tmp_pat
 
     assert other.member.left_nbytes == OWN_NBYTES - SIZE
     assert other.member._ledger.left_nbytes(other.member.part) == OWN_NBYTES - SIZE
+
+
+def test_the_blocks_of_regions_of_any_size_are_claimed_one_by_one(monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_NBYTES", SIZE)
+    jobs = []
+    for count in (1, 3, 2):
+        numel = count * SIZE // 2 - 1
+        source = store(replicated((numel,), mesh={}), DTYPES["uint16"], np.zeros(numel, "uint16"))
+        job, _ = job_between(source, replicated((numel,), mesh={}), DTYPES["uint16"])
+        jobs.append(replace(job, target_regions=(Region(len(jobs), 0),)))
+    plan = plan_conversion(jobs, budget_nbytes=1 << 20, workers=1)
+    ledger = Ledger(BlockTable(plan.regions, digest_rows=1), [(1, 1)])
+    part = Part((0, 0), (3, 0))
+    places = {(0, 0): SIZE - 2, (1, 0): SIZE, (1, 2): SIZE - 2, (2, 0): SIZE, (2, 1): SIZE - 2}
+    assert ledger.left_nbytes(part) == sum(places.values())
+
+    for place, nbytes in places.items():
+        before = ledger.left_nbytes(part)
+        assert ledger.claim(Block(*place, 9)) == nbytes
+        assert ledger.claim(Block(*place, 9)) == 0
+        assert ledger.left_nbytes(part) == before - nbytes
+    assert ledger.left_nbytes(part) == 0
+
+    ledger.take_back(Part((1, 0), (2, 1)))
+    assert ledger.left_nbytes(part) == sum(places[place] for place in [(1, 0), (1, 2), (2, 0)])
 
 
 def test_the_journal_of_another_run_says_nothing(other):

@@ -64,6 +64,41 @@ def test_a_reader_tells_that_a_journal_was_begun_anew(tmp_path, is_same_file):
     assert reader.read() == (False, [])
 
 
+@pytest.mark.parametrize("is_same_file", [False, True])
+def test_a_journal_that_was_begun_anew_is_not_read_on_where_it_is_the_longer_one(
+    tmp_path, is_same_file
+):
+    path, fresh = tmp_path / "journal.1", tmp_path / "journal.1.new"
+    records = [{"run": "b"}, {"b": 1}, {"b": 2}]
+    reader = JournalReader(path)
+    write(path, {"run": "a"}, {"a": 1})
+    reader.read()
+
+    write(fresh, *records)
+    if is_same_file:
+        path.write_bytes(fresh.read_bytes())
+    else:
+        fresh.rename(path)
+
+    assert reader.read() == (True, records)
+    assert reader.read() == (False, [])
+
+
+def test_a_journal_that_lost_its_end_is_read_from_the_start(tmp_path):
+    path = tmp_path / "journal.1"
+    reader = JournalReader(path)
+    write(path, {"run": "a"})
+    nbytes = path.stat().st_size
+    write(path, {"a": 1}, {"a": 2})
+    reader.read()
+
+    os.truncate(path, nbytes)
+
+    assert reader.read() == (True, [{"run": "a"}])
+    write(path, {"a": 3})
+    assert reader.read() == (False, [{"a": 3}])
+
+
 def test_a_lock_is_told_from_one_that_is_free_and_waited_for(tmp_path):
     path = tmp_path / "lock.1"
     assert is_held(path) is False
