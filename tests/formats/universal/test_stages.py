@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from restride.testing.saved_values import Array, edit_file
 from restride.testing.zero_files import ZeroRun, write_zero_run
 from restride.testing.zero_runs import ADAM, parameter
 
+RECORDED = Path(__file__).parents[2] / "data" / "deepspeed"
 WRITERS = {1: write_zero_run, 3: write_partitioned_run}
 FORMATS = {1: "deepspeed universal", 3: "deepspeed universal zero-3"}
 
@@ -263,6 +265,39 @@ def test_a_weight_that_is_its_own_master_copy_is_named_so_for_zero_3(tmp_path):
     alone = replace(tensor, states={**states, "weight": rounded})
     with pytest.raises(UnsupportedError, match="has no state 'fp32'"):
         lay_out(replace(catalog, tensors=(alone,)), open_training(catalog), is_partitioned=True)
+
+
+def test_experts_of_zero_3_keep_shape_and_marks_where_all_else_is_flat_and_bare(tmp_path):
+    """An engine that shares experts out asks for them: seen in its folders (deepspeed 0.19.8)."""
+    (top,) = converted(RECORDED / "experts_z3", tmp_path / "out", 3).glob("*_universal/zero")
+    expected = {"cat_dim": 0, "is_expert_param": True, "ep_num_experts": 4}
+
+    kinds = set()
+    for path in top.glob("*/*.pt"):
+        value, is_stack = value_of(path), ".experts." in path.parent.name
+        kinds.add((is_stack, path.stem))
+        if is_stack:
+            assert len(value.pop("param").shape) == 3
+            assert value == expected
+        else:
+            assert len(value.shape) == 1
+    assert kinds == {(is_stack, state) for is_stack in (False, True) for state in ADAM[1:]}
+
+
+def test_a_weight_without_a_master_copy_has_marks_where_it_is_trained_alone(tmp_path):
+    source = written(tmp_path / "in", 1, {"w": parameter(0, (4,))}, dp=1, tp=1)
+    catalog = api.open(source)
+    (tensor,) = catalog.tensors
+    weight = tensor.states["fp32"]
+    trained = replace(tensor, states={"weight": weight, "exp_avg": tensor.states["exp_avg"]})
+    frozen = replace(tensor, states={"weight": weight})
+
+    for alone, has_marks in ((trained, True), (frozen, False)):
+        made = lay_out(
+            replace(catalog, tensors=(alone,)), open_training(catalog), is_partitioned=False
+        )
+        (file,) = [file for file in made.output.files if file.name.endswith("/w/fp32.pt")]
+        assert any(b"cat_dim" in content for _, content in file.literals) == has_marks
 
 
 def test_a_state_that_zero_3_does_not_load_is_told_of(tmp_path):
