@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+
+from msgspec.structs import replace
 
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.proofs import prove_catalog
-from restride.errors import BudgetError, RestrideError
+from restride.errors import BudgetError, PlanError, RestrideError
 from restride.executors.checksums import check_sums, summed_nbytes
 from restride.executors.drift import DriftTable, drift_findings
 from restride.executors.events import (
@@ -37,7 +39,12 @@ if TYPE_CHECKING:
     from restride.executors.masters import MasterPlans
     from restride.planning.plan import Plan
 
-__all__ = ["CheckReport", "check"]
+__all__ = ["CheckReport", "Depth", "check"]
+
+Depth: TypeAlias = Literal["headers", "copies", "all"]
+"""What a check reads: no tensor, what is there more than once, or all that has a checksum."""
+
+_DEPTHS: Final[tuple[Depth, ...]] = get_args(Depth)
 
 
 class CheckReport(Frozen):
@@ -51,6 +58,7 @@ class CheckReport(Frozen):
         rounded_nbytes: Bytes of weights that were compared with their master copies.
         verified_nbytes: Bytes of files that were held against the manifest which a conversion
             left, or without one against the checksums in files of torch.
+        read: What was read to find it.
     """
 
     catalog: Catalog
@@ -58,6 +66,7 @@ class CheckReport(Frozen):
     compared_nbytes: int
     rounded_nbytes: int = 0
     verified_nbytes: int = 0
+    read: Depth = "all"
 
     @property
     def verdict(self) -> Literal["ok", "findings"]:
@@ -68,6 +77,7 @@ class CheckReport(Frozen):
 def check(
     path: str | PathLike[str],
     *,
+    read: Depth = "all",
     budget_nbytes: int | None = None,
     pp_tied: Mapping[str, Sequence[int]] | None = None,
     source_config: str | PathLike[str] | None = None,
@@ -84,6 +94,9 @@ def check(
 
     Args:
         path: As for `open`.
+        read: ``"headers"`` for what can be told without a tensor, within seconds; ``"copies"`` to
+            compare what is there more than once; ``"all"`` to hold every byte against its checksum
+            as well.
         budget_nbytes: Most memory for plan and buffers. Default: 512 MiB, or a quarter of what
             the cgroup allows where that is less.
         pp_tied: As for `restride.convert`, of a pipeline without ZeRO.
@@ -97,6 +110,7 @@ def check(
     Raises:
         FormatError, UnsupportedError, ExecutionError: As for `open`.
         BudgetError: The budget is too small for any buffer.
+        PlanError: `read` is something else.
 
     Cost:
         Proofs do not depend on sizes. All replicas are read once, and where there are both weights
@@ -104,25 +118,32 @@ def check(
         state checksums, too.
     """
     started = time.perf_counter()
+    if read not in _DEPTHS:
+        raise PlanError(
+            f"{read!r} does not say what is to be read", remedy=f"say {', '.join(_DEPTHS)}"
+        )
     (catalog,) = open_catalogs(path, told=Told(pp_tied, source_config, source_rules))
     findings = [*_judged(catalog), *prove_catalog(catalog)]
     findings += step_findings(catalog)
     # What a broken layout would read is not what the tensor is: compare the sound ones only.
     broken = {finding.where for finding in findings if finding.severity == "error"}
+    compared = replace(catalog, tensors=()) if read == "headers" else catalog
     states = [
         (tensor.name, state, entry)
-        for tensor in catalog.tensors
+        for tensor in compared.tensors
         for state, entry in tensor.states.items()
         if f"tensor {tensor.name!r}, state {state!r}" not in broken
     ]
     workers = default_workers()
     budget = default_budget_nbytes() if budget_nbytes is None else budget_nbytes
-    plan, masters = _planned(catalog, states, broken, budget, workers)
+    plan, masters = _planned(compared, states, broken, budget, workers)
     manifest = find_manifest(catalog)
     if isinstance(manifest, Finding):
         findings.append(manifest)
         manifest = None
-    known = manifest.nbytes if manifest else summed_nbytes(catalog)
+    known = 0
+    if read == "all":
+        known = manifest.nbytes if manifest else summed_nbytes(catalog)
     progress = Continued(observer or NullObserver(), more_nbytes=known)
     both = _OneAfterTheOther(progress, plan, masters)
     table = DriftTable(both)
@@ -135,13 +156,17 @@ def check(
         read_nbytes += more_nbytes
     findings += drift_findings(catalog, table.totals(plan))
     rows = digest_rows(budget, workers)
-    damage, verified_nbytes = _verified(catalog, manifest, rows, workers, progress)
+    damage, verified_nbytes = _verified(
+        *(catalog, manifest, rows, workers, progress), only_sizes=read != "all"
+    )
     findings += damage
     seconds = time.perf_counter() - started
     table.on_finish(PlanFinished(read_nbytes + verified_nbytes, 0, seconds))
     rounded_nbytes = masters.masters.total_nbytes if masters else 0
     shared_nbytes = _shared_nbytes(plan)
-    return CheckReport(catalog, tuple(findings), shared_nbytes, rounded_nbytes, verified_nbytes)
+    return CheckReport(
+        *(catalog, tuple(findings), shared_nbytes, rounded_nbytes, verified_nbytes, read)
+    )
 
 
 def _planned(
@@ -188,16 +213,22 @@ def _verified(
     rows: int,
     workers: int,
     progress: Continued,
+    *,
+    only_sizes: bool,
 ) -> tuple[list[Finding], int]:
     """What is not as the manifest says, or else the checksums; and the bytes that were held."""
 
     def on_read(nbytes: int) -> None:
         progress.skip(nbytes, "what was written")
 
-    if manifest is None:
-        return check_sums(catalog, workers=workers, rows=rows, on_read=on_read)
-    damage = list(check_manifest(manifest, workers=workers, rows=rows, on_read=on_read))
-    return damage, manifest.nbytes
+    if manifest is not None:
+        found = check_manifest(
+            manifest, workers=workers, rows=rows, on_read=on_read, only_sizes=only_sizes
+        )
+        return list(found), 0 if only_sizes else manifest.nbytes
+    if only_sizes:  # which the reader has looked at
+        return [], 0
+    return check_sums(catalog, workers=workers, rows=rows, on_read=on_read)
 
 
 class _OneAfterTheOther(Forwarding):

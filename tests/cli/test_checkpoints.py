@@ -300,3 +300,30 @@ def test_what_python_wrote_is_what_the_command_line_would_have_written(tmp_path:
     assert run("convert", SAMPLE, out, "--resume", "--json").json["read_nbytes"] == 0
     refused = run("convert", SAMPLE, out, "--resume", "--states", "all", "--replicas", "first")
     assert "with other options: without --states all, without --replicas first;" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("read", "told", "last"),
+    [
+        ("headers", 2, "not all was read: no copies were compared, and no bytes held against "),
+        ("copies", 3, "not all was read: no bytes held against checksums"),
+        ("all", 3, "ok: 264 kB of files are what was written"),
+    ],
+)
+def test_a_check_that_reads_less_says_so_at_its_end(read: str, told: int, last: str) -> None:
+    lines = run("check", SAMPLE, "--read", read).out.splitlines()[1:]
+
+    assert len(lines) == told
+    assert lines[0].startswith("ok: all 65 arrays are whole")
+    assert lines[-1].startswith(last)
+    assert run("check", SAMPLE, "--read", read, "--json").json["read"] == read
+
+
+def test_a_check_that_reads_less_says_so_where_it_finds_something_too(tmp_path: Path) -> None:
+    damaged = shutil.copytree(SAMPLE, tmp_path / "run")
+    next(damaged.rglob("*_rank_1_mp_rank_01_optim_states.pt")).unlink()
+
+    ran = run("check", damaged, "--read", "headers")
+
+    assert ran.code == 1
+    assert ran.out.splitlines()[-1].startswith("not all was read: no copies were compared")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from restride.api import CheckReport
+    from restride.checking import Depth
     from restride.cli.output import Page
 
 __all__ = ["command", "show_report"]
@@ -31,6 +32,7 @@ __all__ = ["command", "show_report"]
 _EXAMPLES: Final = """\b
 Examples:
   restride check CKPT                        before it is converted or kept
+  restride check CKPT --read headers         of terabytes, first
   restride check OUT                         an output: every byte of it
   restride check OUT --against before.json   fingerprints, kept from before
 """
@@ -45,6 +47,14 @@ Examples:
     help="Compare with the fingerprints that restride fingerprint -o FILE has written, or with "
     "those in the restride.json of a conversion, which may be named by its folder.",
 )
+@click.option(
+    "--read",
+    type=click.Choice(["headers", "copies", "all"]),
+    default="all",
+    metavar="WHAT",
+    help="headers: no tensor, within seconds; copies: also what is there more than once, and "
+    "weights with their master copies; all (default): also every byte that has a checksum.",
+)
 @tied_option
 @source_options
 @memory_option("plan and buffers; the interpreter and the names and places of the checkpoint come")
@@ -53,6 +63,7 @@ def command(
     checkpoint: str,
     *,
     against: str | None,
+    read: Depth,
     pp_tied: dict[str, tuple[int, ...]] | None,
     source_config: str | None,
     source_rules: str | None,
@@ -73,6 +84,7 @@ def command(
     with open_progress("checking") as observer:
         report = api.check(
             checkpoint,
+            read=read,
             budget_nbytes=memory,
             pp_tied=pp_tied,
             source_config=source_config,
@@ -103,6 +115,7 @@ def command(
                 "compared_nbytes": report.compared_nbytes,
                 "rounded_nbytes": report.rounded_nbytes,
                 "verified_nbytes": report.verified_nbytes,
+                "read": report.read,
             }
         )
     else:
@@ -127,6 +140,7 @@ def show_report(
     if report.verdict == "ok":
         for sentence in _proved(report, arrays, kept):
             page.line(f"ok: {sentence}", "good")
+        _show_unread(page, report)
         return
     counts = Counter(finding.severity for finding in report.findings)
     parts = [
@@ -135,6 +149,14 @@ def show_report(
         if counts[severity]
     ]
     page.line(f"{' and '.join(parts)} in {format_count(arrays, 'array')}{_advice(report)}", "bad")
+    _show_unread(page, report)
+
+
+def _show_unread(page: Page, report: CheckReport) -> None:
+    """Say what a check that was told to read less leaves open."""
+    if report.read != "all":
+        compared = "no copies were compared, and " if report.read == "headers" else ""
+        page.line(f"not all was read: {compared}no bytes held against checksums", "warn")
 
 
 def _advice(report: CheckReport) -> str:

@@ -289,7 +289,12 @@ def _unreadable(error: RestrideError) -> Finding:
 
 
 def check_manifest(
-    found: FoundManifest, *, workers: int, rows: int, on_read: Callable[[int], None]
+    found: FoundManifest,
+    *,
+    workers: int,
+    rows: int,
+    on_read: Callable[[int], None],
+    only_sizes: bool = False,
 ) -> Iterator[Finding]:
     """Hold the size and every byte of the files against a manifest.
 
@@ -298,6 +303,7 @@ def check_manifest(
         workers: Threads.
         rows: Rows of 1 KiB that each of them digests at a time.
         on_read: Called with the number of bytes that were read.
+        only_sizes: Whether to read none.
 
     Yields:
         One error for each file that is missing, has another size, or other bytes.
@@ -312,6 +318,8 @@ def check_manifest(
             yield Finding("error", "manifest-size", f"{name}: {problem}", name)
         else:
             sound.append(name)
+    if only_sizes:
+        return
     unreadable: list[Finding] = []
     damage: dict[str, tuple[Damage, int]] = {}
     extents = _extents(found, sound, unreadable)
