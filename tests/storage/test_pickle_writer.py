@@ -12,7 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from restride.checkpoint.dtypes import DTYPES
@@ -80,6 +80,40 @@ def test_plain_values_are_what_pickle_reads(value: object) -> None:
     assert pickle.loads(write_pickle(value)) == value  # noqa: S301 - written a moment ago
 
 
+TEXTS = st.text(max_size=4).map(sys.intern)  # pickle tells equal texts apart by identity
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 31), 1 << 70) | st.floats() | TEXTS,
+    lambda part: (
+        st.lists(part, max_size=5)
+        | st.lists(part, max_size=5).map(tuple)
+        | st.dictionaries(TEXTS, part, max_size=3)
+    ),
+    max_leaves=20,
+)
+
+
+@given(value=PLAIN)
+@example(value=[(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), {"a": 1}, {"a": 1, "b": 2}])
+@example(value=[[number, (number,)] for number in range(300)])
+@example(value=[list(range(1000)), list(range(2002)), {n: n for n in range(2002)}])
+@example(value=[1 << 2038, 1 << 2039, 1 << 2040, "x" * 300])
+def test_plain_values_are_spelled_as_pickle_spells_them(value: object) -> None:
+    assert write_pickle(value) == pickle.dumps(value, 2)
+
+
+def test_equal_texts_and_names_are_written_once() -> None:
+    texts = ["ab" * 100, "".join(["ab"] * 100)]
+    names = [GlobalName("package", "Name"), GlobalName("package", "Name")]
+    nested = [GlobalName("package", "Outer.Inner"), GlobalName("package", "Outer.Inner")]
+    assert texts[0] is not texts[1]
+
+    written = write_pickle([texts, names, nested])
+
+    for text in ("ab" * 100, "cpackage\nName\n", "Outer.Inner"):
+        assert written.count(text.encode()) == 1
+    require_same_value(read_pickle(written), [[texts[0]] * 2, [names[0]] * 2, [nested[0]] * 2])
+
+
 def test_the_stream_is_of_protocol_2_as_torch_writes_it() -> None:
     value = {"a": [1, 2], "name": GlobalName("torch", "float32"), "bytes": b"x"}
 
@@ -93,6 +127,9 @@ def test_the_stream_is_of_protocol_2_as_torch_writes_it() -> None:
     [
         GlobalName("package.module", "Outer.Inner"),
         GlobalName("m", "naïve"),
+        GlobalName("naïve", "K"),
+        GlobalName("m\nK\n.", "K"),
+        GlobalName("m", "K\n."),
         Constructed(GlobalName("m", "K"), (1,), kwargs={"x": 2}, is_new=True),
     ],
 )
