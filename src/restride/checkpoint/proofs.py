@@ -71,8 +71,8 @@ def _finding(where: str, layout: Layout, verdict: Verdict) -> Finding:
 
 
 def _outside(catalog: Catalog, entry: StateEntry, where: str) -> Iterator[Finding]:
-    for rank, region in enumerate(entry.regions):
-        needed = _reach(entry, rank) * entry.dtype.itemsize_nbytes
+    for rank, (region, reach) in enumerate(zip(entry.regions, _reaches(entry.layout), strict=True)):
+        needed = reach * entry.dtype.itemsize_nbytes
         if region is None:
             if needed:
                 message = f"{where}: rank {rank} holds elements that no file has"
@@ -87,6 +87,11 @@ def _outside(catalog: Catalog, entry: StateEntry, where: str) -> Iterator[Findin
             yield Finding("error", "truncated", message, where)
 
 
-def _reach(entry: StateEntry, rank: int) -> int:
-    """How many elements of the shard are needed: up to the last one that a piece touches."""
-    return max((piece.shard_range.stop for piece in entry.layout.pieces(rank)), default=0)
+def _reaches(layout: Layout) -> list[int]:
+    """How many elements of each shard are needed: up to the last one that a piece touches."""
+    reaches = [0] * layout.rank_count
+    for piece in layout.all_pieces:
+        stop = piece.shard_range.stop
+        for rank in piece.ranks():
+            reaches[rank] = max(reaches[rank], stop)
+    return reaches
