@@ -628,13 +628,14 @@ def test_a_state_dict_may_hold_what_is_no_tensor(saved):
     assert not read_catalog(saved).findings
 
 
-def test_a_value_with_a_large_tensor_is_told_of(saved):
-    large = Array("float32", (20_000,), bytes(80_000))
+@pytest.mark.parametrize("large", [Array("float32", (20_000,), bytes(80_000)), "x" * (34 << 20)])
+def test_a_value_that_is_large_is_told_of(saved, large):
     edit_file(model(saved), lambda root: root.update(ema=large))
     catalog = read_catalog(saved)
 
     assert [(f.severity, f.kind) for f in catalog.findings] == [("warning", "not-carried")]
     assert "step/mp_rank_00_model_states.pt: ema" in catalog.findings[0].message
+    assert catalog.values["model"]["global_steps"] == 2
 
 
 def scale_norm(root):

@@ -96,6 +96,36 @@ def test_a_long_text_that_is_said_often_is_refused():
         plain(["x" * (1 << 20)] * 64)
 
 
+def test_what_has_no_room_is_left_behind_and_the_rest_is_there():
+    """As the order of all samples, which a script saved with its model."""
+    writer = JsonWriter(lambda _: b"")
+    fields = {
+        "first": Field(1, "a.pt: first"),
+        "order": Field([[tensor((100_000,))], [0] * (1 << 20)], "a.pt: order"),
+        "text": Field("x" * (40 << 20), "a.pt: text"),
+        "last": Field([2] * 1000, "a.pt: last"),
+    }
+
+    assert writer.entries(fields) == {"first": 1, "last": [2] * 1000}
+    assert writer.left_behind == ["a.pt: order", "a.pt: text"]
+
+
+def test_a_file_of_values_that_have_no_room_is_refused():
+    fields = {str(n): Field([0] * (1 << 20), f"a.pt: {n}") for n in range(9)}
+
+    with pytest.raises(CorruptError, match=r"a\.pt: 8: the values of the file unfold into"):
+        JsonWriter(lambda _: b"").entries(fields)
+
+
+def test_what_is_nested_too_deep_is_not_left_behind():
+    deep = []
+    for _ in range(150):
+        deep = [deep]
+
+    with pytest.raises(CorruptError, match="nested deeper"):
+        JsonWriter(lambda _: b"").entries({"deep": Field(deep, "a.pt: deep")})
+
+
 @pytest.mark.parametrize("text", ["x" * (1 << 20), b"x" * (1 << 20)])
 def test_a_long_text_that_is_said_a_few_times_is_shown(text):
     """A megabyte of JSON or of random state is nothing unusual."""

@@ -154,9 +154,9 @@ def _entries(
 ) -> dict[str, Json]:
     """Write the values of one file; parameters of a group get their names instead of numbers."""
     writer = JsonWriter(partial(read_bytes, pool), skipped_keys=_MAP_KEYS)
-    entries = {key: writer.of(field) for key, field in fields.items()}
+    entries = writer.entries(fields)
     for where in writer.left_behind:
-        message = f"{where} is a tensor too large for a value: only DeepSpeed's own forms carry it"
+        message = f"{where} is too large for a value: only DeepSpeed's own forms carry it"
         run.findings.append(Finding("warning", "not-carried", message, where))
     if members is None:
         return entries

@@ -23,7 +23,7 @@ from restride.errors import CorruptError
 from restride.formats.deepspeed._fields import Field
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from restride.checkpoint.values import Value
     from restride.storage.ranges import FilePool
@@ -37,6 +37,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 _MOST_NODES: Final = 1 << 20
 _CHARACTERS_PER_NODE: Final = 32
 _DEEPEST: Final = 100
+_MOST_LEFT_BEHIND: Final = 8
 _LARGEST_EMBEDDED_NBYTES: Final = 64 << 10
 _INT64: Final = range(-(1 << 63), 1 << 63)
 
@@ -49,7 +50,7 @@ class JsonWriter:
         skipped_keys: Keys of dicts that are left out, at any depth.
 
     Attributes:
-        left_behind: Paths of the tensors that were too large to carry.
+        left_behind: Paths of what was too large to carry.
     """
 
     def __init__(
@@ -72,10 +73,34 @@ class JsonWriter:
         """
         return self._of(field.value, field.where, 0)
 
+    def entries(self, fields: Mapping[str, Field]) -> dict[str, Json]:
+        """Return the JSON form of each value; the few that have no room are left behind.
+
+        A script may save what it likes with a model, such as the order of all its samples.
+
+        Raises:
+            CorruptError: As for `of`, or many values have no room.
+        """
+        written: dict[str, Json] = {}
+        tries = _MOST_LEFT_BEHIND
+        for key, field in fields.items():
+            room, known = self._left, len(self.left_behind)
+            try:
+                written[key] = self.of(field)
+            except CorruptError:
+                if self._left >= 0 or not tries:
+                    raise
+                tries -= 1
+                self._left = room
+                self.left_behind[known:] = [field.where]
+        return written
+
     def _of(self, value: Value, where: str, depth: int) -> Json:
         self._charge(1, where)
         if depth > _DEEPEST:
             raise CorruptError(f"is nested deeper than {_DEEPEST} levels", where=where)
+        if isinstance(value, (list, tuple, dict)) and len(value) > self._left:
+            self._charge(len(value), where)  # there is no room for it: do not begin
         match value:
             case list() | tuple():
                 return [self._of(v, f"{where}[{n}]", depth + 1) for n, v in enumerate(value)]

@@ -54,9 +54,9 @@ def read_values(
         return values
     with FilePool() as pool:
         writer = JsonWriter(lambda tensor: _read(pool, tensor), skipped_keys=_MAP_KEYS)
-        entries = {
-            key: writer.of(entry) for key, entry in optimizer.root.items() if key not in _CONSUMED
-        }
+        entries = writer.entries(
+            {key: entry for key, entry in optimizer.root.items() if key not in _CONSUMED}
+        )
         groups = [writer.of(group) for group in optimizer.groups]
         for number, part in enumerate(optimizer.parts):
             entries |= {
@@ -65,7 +65,7 @@ def read_values(
                 if not isinstance(entry.value, StoredTensor)
             }
     for where in writer.left_behind:
-        message = f"{where} is a tensor too large for a value: only DeepSpeed's own forms carry it"
+        message = f"{where} is too large for a value: only DeepSpeed's own forms carry it"
         findings.append(Finding("warning", "not-carried", message, where))
     members = None
     if models is not None and models.trained_names:
