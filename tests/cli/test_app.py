@@ -335,7 +335,8 @@ def test_an_output_that_nobody_has_room_for_is_named() -> None:
         )
 
     assert done.returncode == 2
-    assert done.stderr == "restride: standard output: no space left on device\n"
+    told = "restride: standard output: no space left on device; make room, or name another place "
+    assert done.stderr == f"{told}(df -h and df -i tell which of both is full)\n"
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])

@@ -227,6 +227,18 @@ def test_a_config_that_cannot_be_used_is_refused(
     assert words in ran.err
 
 
+@pytest.mark.parametrize(("folder", "words"), [("ckpt", "; name 'ckpt/config.json'"), ("x", "")])
+def test_a_folder_in_place_of_a_config_comes_with_the_one_in_it(
+    checkpoint: Path, folder: str, words: str
+) -> None:
+    (checkpoint / "config.json").write_text("{}")
+    (checkpoint.parent / "x").mkdir()
+
+    ran = run("layouts", "ckpt", "--tp", "4", "--config", folder)
+
+    assert ran.err == f"restride: {folder}: is a folder{words}\n"
+
+
 def test_a_pipe_in_the_place_of_a_config_is_no_config(checkpoint: Path) -> None:
     os.mkfifo(checkpoint / "config.json")
 

@@ -409,7 +409,7 @@ def test_a_pickle_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
 def test_what_is_not_there_or_no_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ExecutionError, match="absent: cannot be opened"):
         open_torch_zip(tmp_path / "absent")
-    with pytest.raises(FormatError, match="is not a regular file"):
+    with pytest.raises(FormatError, match="is a folder"):
         open_torch_zip(tmp_path)
 
 

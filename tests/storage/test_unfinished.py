@@ -230,7 +230,7 @@ def test_an_output_that_would_delete_its_input_is_refused(tmp_path: Path) -> Non
 
     for final in (tmp_path / "checkpoint", tmp_path):
         for force in (False, True):  # --force is not proposed where it is refused
-            with pytest.raises(ExistsError, match=r"would delete .*checkpoint; name another"):
+            with pytest.raises(ExistsError, match=r"what is read.*, and must stay; name another"):
                 write(final, b"new", force=force, inputs=[tmp_path / "checkpoint"])
 
     assert tree(tmp_path) == before
@@ -240,10 +240,66 @@ def test_the_working_directory_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "out", b"old")
-    monkeypatch.chdir(tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    for name in ("out", "empty"):  # a shell would stand in a folder that is gone
+        monkeypatch.chdir(tmp_path / name)
 
-    with pytest.raises(ExistsError, match="would delete"):
-        write(Path(), b"new", force=True)
+        with pytest.raises(ExistsError, match=f"{name}: is the working directory, and must stay"):
+            write(Path(), b"new", force=True)
+
+
+def test_a_mount_point_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
+
+    for call in (require_startable, partial(write, content=b"new", force=True)):
+        with pytest.raises(ExistsError, match=r"disk: is where a file.* name a folder in it, as '"):
+            call(tmp_path / "disk")
+
+    assert tree(tmp_path) == {}
+    write(tmp_path / "disk" / "out", b"new")
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "has_something", "is_refused"),
+    [
+        (0o777, 7, False, False),
+        (0o777, 7, True, True),  # to move a folder is to write its entry "..": nobody may here
+        (0o1777, 7, False, True),
+        (0o1777, 1, False, False),
+    ],
+)
+def test_a_folder_of_somebody_else_is_refused_where_the_last_rename_would_be(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: int,
+    owner: int,
+    has_something: bool,  # noqa: FBT001
+    is_refused: bool,  # noqa: FBT001
+) -> None:
+    final = tmp_path / "shared" / "out"
+    if has_something:
+        write(final, b"old")
+    final.mkdir(parents=True, exist_ok=True)
+    final.parent.chmod(mode)
+    real = os.stat
+    owners = {final: owner, final.parent: 8}
+
+    def stat(path: Path, **options: bool) -> os.stat_result:
+        found = real(path, **options)
+        return os.stat_result([*found[:4], owners.get(path, found.st_uid), *found[5:]])
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1)
+    monkeypatch.setattr(os, "access", lambda path, _: path != final or owner == 1)
+    monkeypatch.setattr(os, "stat", stat)
+
+    if is_refused:
+        with pytest.raises(ExistsError, match="out: belongs to user 7, and user 1 may not replace"):
+            require_startable(final, force=True)
+    else:
+        require_startable(final, force=True)
 
 
 def test_a_file_is_written_once_and_inside_of_the_directory(tmp_path: Path) -> None:
@@ -954,7 +1010,7 @@ def test_what_would_be_refused_in_the_end_is_refused_before_anything_is_planned(
     require_startable(final, force=True, resume=True)
     with pytest.raises(ExistsError, match=r"exists and is not empty; .*--force"):
         require_startable(final, resume=True)
-    with pytest.raises(ExistsError, match="would delete"):
+    with pytest.raises(ExistsError, match=r"what is read is in it, .*f, and must"):
         require_startable(final, force=True, inputs=[final / "f"])
     (folder / "journal").unlink()
     for options in ({}, {"resume": True}):
@@ -992,7 +1048,7 @@ def test_a_leftover_that_holds_the_input_is_not_thrown_away(tmp_path: Path) -> N
     folder = left(final, content=b"new")
     for options in ({"force": True}, {"resume": True}):
         with (
-            pytest.raises(ExistsError, match=r"would delete .*/files/f"),
+            pytest.raises(ExistsError, match=r"what is read is in it, .*/files/f"),
             unfinished_output(final, finished(final), inputs=[folder / "files/f"], **options),
         ):
             pytest.fail("it is needed")

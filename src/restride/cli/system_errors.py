@@ -20,6 +20,8 @@ __all__ = ["os_sentence", "with_remedy"]
 _MOST_LOOKED_AT: Final = 1000
 
 _REMEDIES: Final = {
+    errno.ENOSPC: "make room, or name another place (df -h and df -i tell which of both is full)",
+    errno.EDQUOT: "make room in the quota of this user, or name another place",
     errno.EROFS: "its file system is read-only: name another place",
     errno.EMFILE: "raise the limit of open files (ulimit -n): 32 are enough",
     errno.ENFILE: "the machine has too many open files: end what keeps them, or wait for it",

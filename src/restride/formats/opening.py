@@ -194,10 +194,13 @@ def detect_format(path: str | PathLike[str]) -> Format:
         if place.name.endswith(_SAFETENSORS):
             return "safetensors"
         is_part = place.suffix == ".pt" or place.name in _PARTS
-        remedy = f"name the folder {str(place.parent)!r}" if is_part else _LOOKED_FOR
-        if place.suffix == ".json" and not is_part:
-            remedy = "name a checkpoint; with fingerprints `restride check CKPT --against` compares"
-        raise FormatError("is a file of no known format", where=str(place), remedy=remedy)
+        if is_part:
+            problem, remedy = "is a part of a checkpoint", f"name its folder, {str(place.parent)!r}"
+        else:
+            problem, remedy = "is a file of no known format", _LOOKED_FOR
+            if place.suffix == ".json":
+                remedy = "name a checkpoint; `restride check CKPT --against` compares fingerprints"
+        raise FormatError(problem, where=str(place), remedy=remedy)
     names = _names(place)
     if found := _format_in(place, names):
         return found

@@ -6,7 +6,7 @@ import errno
 import os
 from contextlib import suppress
 from pathlib import Path
-from stat import S_IMODE
+from stat import S_IMODE, S_ISVTX
 from typing import TYPE_CHECKING, Final
 
 from restride.errors import ExecutionError, ExistsError
@@ -55,20 +55,44 @@ def require_replaceable(target: Path, inputs: Iterable[Path] = ()) -> None:
     """Refuse to replace anything but an empty folder, or one that restride wrote.
 
     Raises:
-        ExistsError: Something is there that must not be lost.
+        ExistsError: Something is there that must not be lost, or that cannot be moved.
         ExecutionError: The system cannot look.
     """
-    if os.path.lexists(target) and not target.is_dir():
-        raise ExistsError("is not a directory", where=str(target), remedy="name another output")
-    if not _has_something(target):
+    if not os.path.lexists(target):
         return
+    if not target.is_dir():
+        raise ExistsError("is not a directory", where=str(target), remedy="name another output")
+    if target.is_mount():
+        raise ExistsError(
+            "is where a file system is mounted, and no folder can take its place",
+            where=str(target),
+            remedy=f"name a folder in it, as {str(target / 'out')!r}",
+        )
     require_no_input(target, inputs)  # first: it is not to be moved away
+    has_something = _has_something(target)
+    _require_movable(target, has_something=has_something)
+    if not has_something:
+        return
     strangers = say_strangers(target)
     if strangers:
         raise ExistsError(
             strangers,
             where=str(target),
             remedy="move it away or remove it yourself, or name another output",
+        )
+
+
+def _require_movable(target: Path, *, has_something: bool) -> None:
+    """Refuse a folder of somebody else that the rename at the end, maybe hours later, could not."""
+    with translated("cannot be looked at", target):
+        above, own = target.parent.stat(), target.stat()
+    keepers = {above.st_uid, own.st_uid} if above.st_mode & S_ISVTX else {os.geteuid()}
+    may_enter = os.access(target, os.W_OK) or not has_something
+    if not may_enter or os.geteuid() not in {0, *keepers}:
+        raise ExistsError(
+            f"belongs to user {own.st_uid}, and user {os.geteuid()} may not replace it",
+            where=str(target),
+            remedy="name another output, or have it removed",
         )
 
 
@@ -96,20 +120,20 @@ def require_writable(target: Path) -> None:
 
 
 def require_no_input(folder: Path, inputs: Iterable[Path]) -> None:
-    """Refuse to delete a folder that something is needed of.
+    """Refuse to take away a folder that something is needed of.
 
     Raises:
         ExistsError: It is an input, the working directory or the home directory, or holds one.
     """
-    homes = []
+    needed = [(path, "what is read") for path in inputs]
+    needed.append((Path.cwd(), "the working directory"))
     with suppress(RuntimeError):  # a user without a name, as in a container, may have none
-        homes.append(Path.home())
-    for kept in (*inputs, Path.cwd(), *homes):
-        if kept.is_relative_to(folder):
+        needed.append((Path.home(), "the home directory"))
+    for path, what in needed:
+        if path.is_relative_to(folder):
+            problem = f"is {what}" if path == folder else f"{what} is in it, {path}"
             raise ExistsError(
-                f"replacing the directory would delete {kept}",
-                where=str(folder),
-                remedy="name another output",
+                f"{problem}, and must stay", where=str(folder), remedy="name another output"
             )
 
 

@@ -59,6 +59,8 @@ def read_model_config(path: str | PathLike[str]) -> Mapping[str, object]:
         FormatError: It is no regular file.
         ExecutionError: The system cannot read it.
     """
+    if os.path.isfile(inside := os.path.join(path, _CONFIG)):  # noqa: PTH113, PTH118 - quick
+        raise FormatError("is a folder", where=str(path), remedy=f"name {inside!r}")
     with RangeFile(path) as file:
         return parse_typed(_content(file, _LARGEST_CONFIG_NBYTES), dict[str, object])
 

@@ -65,7 +65,8 @@ class RangeFile:
         self.stamp = status.st_mtime_ns, status.st_ctime_ns, status.st_ino
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise FormatError("is not a regular file", where=self.path)
+            problem = "is a folder" if stat.S_ISDIR(status.st_mode) else "is not a regular file"
+            raise FormatError(problem, where=self.path)
 
     def __enter__(self) -> Self:
         return self
