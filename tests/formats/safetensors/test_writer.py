@@ -133,6 +133,18 @@ def test_files_are_filled_one_after_the_other() -> None:
     assert output.files[-1].nbytes == len(output.files[-1].literals[0][1])
 
 
+@pytest.mark.parametrize(("sizes", "limit"), [((20, 3), 10), ((1, 1), 1), ((2, 1), 1)])
+def test_no_file_is_empty_and_two_have_an_index(sizes: tuple[int, ...], limit: int) -> None:
+    wanted = [(f"t{i}", DTYPES["uint8"], (size,)) for i, size in enumerate(sizes)]
+
+    output = lay_out(wanted, max_shard_nbytes=limit)
+
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert [file.name for file in output.files] == [*names, "model.safetensors.index.json"]
+    index = json.loads(output.files[-1].literals[0][1])
+    assert index["weight_map"] == {"t0": names[0], "t1": names[1]}
+
+
 def test_a_model_without_tensors_is_a_file_without_tensors(tmp_path: Path) -> None:
     write(tmp_path / "out", lay_out([], max_shard_nbytes=5, metadata={}))
 
