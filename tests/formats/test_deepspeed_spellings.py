@@ -106,6 +106,37 @@ def test_fragments_were_not_written_for_each_rank(copied):
     require_same(folder, ZERO_2)
 
 
+def forget_paddings(root):
+    for key in ("group_paddings", "param_slice_mappings"):
+        del root["optimizer_state_dict"][key]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deepspeed/tied_frozen_z1", "deepspeed/elastic_z1", "deepspeed/round_robin_z2"),
+        *("deepspeed_native_moe/residual_z1", PIPELINE),
+    ],
+)
+def test_the_padding_that_was_cut_off_was_not_written(copied, name):
+    folder = copied(name)
+    for file in (folder / "step").glob("*_optim_states.pt"):
+        edit_file(file, forget_paddings)
+
+    require_same(folder, name)
+
+
+def test_without_that_a_partition_that_is_short_is_not_taken_for_a_whole_one(copied):
+    """The only file there is may be the one with the padding."""
+    step = copied("deepspeed/elastic_z1") / "step"
+    for file in step.glob("*_optim_states.pt"):
+        edit_file(file, forget_paddings)
+    (step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+
+    with pytest.raises(CorruptError, match="cannot hold the 239 elements"):
+        read_catalog(step)
+
+
 def test_the_number_of_partitions_was_one_for_all_groups(copied):
     folder = copied(ZERO_2)
     for file in (folder / "step").glob("*_optim_states.pt"):

@@ -20,11 +20,19 @@ from restride.frozen import Frozen
 from restride.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from restride.algebra.layout import Shape
 
-__all__ = ["CONSUMED_KEYS", "FLAT_FP32", "FLAT_SUB_GROUPS", "Group", "ZeroFile", "read_zero_file"]
+__all__ = [
+    "CONSUMED_KEYS",
+    "FLAT_FP32",
+    "FLAT_SUB_GROUPS",
+    "Group",
+    "ZeroFile",
+    "read_zero_file",
+    "unsaid_widths",
+]
 
 CONSUMED_KEYS: Final = frozenset(
     {
@@ -44,6 +52,7 @@ CONSUMED_KEYS: Final = frozenset(
 
 FLAT_FP32: Final = "single_partition_of_fp32_groups"
 FLAT_SUB_GROUPS: Final = "fp32_flat_groups"
+_PADDINGS: Final = "group_paddings"
 _PARTITIONED_WEIGHTS: Final = 3
 _STEP: Final = "step"
 _MOMENTUM: Final = "momentum_buffer"  # of one element, where Muon keeps it whole
@@ -113,16 +122,52 @@ class ZeroFile(Frozen):
         return _rank_name(self.dp, self.tp)
 
 
-def read_zero_file(root: Field, name: str, dp: int, tp: int) -> ZeroFile:
+def unsaid_widths(roots: Iterable[Field]) -> tuple[int, ...]:
+    """Return the elements of the partition of each group, where files do not say what they cut off.
+
+    That is what most is left of on any rank: the padding is at the end of the last partitions.
+    Nothing says how much it was in files from before ``group_paddings`` (deepspeed 0.6).
+
+    Args:
+        roots: The content of all files of one model-parallel rank.
+
+    Raises:
+        FormatError: A part of a file has another type than it must have.
+        CorruptError: Parts of a file contradict each other.
+    """
+    widths: list[int] = []
+    for root in roots:
+        state = _state_of(root)
+        stage = _stage(state.get("zero_stage"))
+        if stage in {None, _PARTITIONED_WEIGHTS} or state.get(_PADDINGS) is not None:
+            return ()
+        flats = state.at(FLAT_FP32).elements()
+        own, _ = _own_states(state.at("base_optimizer_state"), len(flats))
+        widths += [0] * (len(flats) - len(widths))
+        for number, (flat, states) in enumerate(zip(flats, own, strict=True)):
+            stored = [flat.value, *(entry.value for _, entry in (states.items() if states else ()))]
+            shapes = (value.shape for value in stored if isinstance(value, StoredTensor))
+            widths[number] = max(widths[number], *(s[0] for s in shapes if len(s) == 1), 0)
+    return tuple(widths)
+
+
+def read_zero_file(
+    root: Field, name: str, dp: int, tp: int, widths: Sequence[int] = ()
+) -> ZeroFile:
     """Read the inert content of an optimizer file.
+
+    Args:
+        root: The content.
+        name: Name of the file.
+        dp: Data-parallel rank.
+        tp: Tensor-parallel rank.
+        widths: What `unsaid_widths` found.
 
     Raises:
         FormatError: It is none, or a part of it has another type than it must have.
         CorruptError: Parts of it contradict each other.
     """
-    if not root.is_mapping:
-        raise root.wrong("the dict of an optimizer file")
-    state = root.at("optimizer_state_dict")
+    state = _state_of(root)
     stage = _stage(state.get("zero_stage"))
     if stage == _PARTITIONED_WEIGHTS:
         flats = state.at(FLAT_SUB_GROUPS).elements()
@@ -140,11 +185,23 @@ def read_zero_file(root: Field, name: str, dp: int, tp: int) -> ZeroFile:
     else:
         groups = tuple(
             _read_group(
-                state, number, flat, own[number], is_lean=stage is not None, where=places[number]
+                state,
+                number,
+                flat,
+                own[number],
+                is_lean=stage is not None,
+                width=widths[number] if number < len(widths) else 0,
+                where=places[number],
             )
             for number, flat in enumerate(flats)
         )
     return ZeroFile(name, dp, tp, root, state, stage, groups, hyper, parents)
+
+
+def _state_of(root: Field) -> Field:
+    if not root.is_mapping:
+        raise root.wrong("the dict of an optimizer file")
+    return root.at("optimizer_state_dict")
 
 
 def _stage(stored: Field | None) -> int | None:
@@ -217,11 +274,18 @@ def _rank_name(dp: int, tp: int) -> str:
 
 
 def _read_group(
-    state: Field, number: int, flat: Field, own: Field | None, *, is_lean: bool, where: str
+    state: Field,
+    number: int,
+    flat: Field,
+    own: Field | None,
+    *,
+    is_lean: bool,
+    width: int,
+    where: str,
 ) -> Group:
-    padding = _per_group(state, "group_paddings", number)
-    padding_numel = padding.integer() if padding else 0
+    padding = _per_group(state, _PADDINGS, number)
     master_numel = _flat_numel(flat)
+    padding_numel = padding.integer() if padding else max(width - master_numel, 0)
     partition_numel = master_numel + padding_numel if is_lean else master_numel
     arrays, scalars, others = _sorted_states(flat, own, {partition_numel, master_numel})
     count = _per_group(state, "partition_count", number)

@@ -14,7 +14,7 @@ from restride.errors import CorruptError, FormatError
 from restride.formats.deepspeed._experts.group_order import in_one_order
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._files import find_tag, list_files
-from restride.formats.deepspeed._optimizer import read_zero_file
+from restride.formats.deepspeed._optimizer import read_zero_file, unsaid_widths
 from restride.formats.deepspeed._pipeline.stages import OpenedModel, agreed, find_grid, read_stages
 from restride.formats.deepspeed._settings import is_bf16
 from restride.frozen import Frozen
@@ -251,11 +251,17 @@ def _open_zeros(
     dp_size: int,
 ) -> dict[tuple[int, int], ZeroFile]:
     """Optimizer file of each (dp, mp) rank that has one."""
+    chosen = sorted(_choose(folder, opened, grid.size, dp_size).items())
+    roots = {rank: files.open(file.name) for rank, file in chosen}
+    widths = {
+        mp: unsaid_widths(root for (_, own), root in roots.items() if own == mp)
+        for mp in range(grid.size)
+    }
     return {
         (dp, mp): read_zero_file(
-            files.open(file.name), folder.below + file.name, dp, mp % grid.tp_size
+            roots[dp, mp], folder.below + file.name, dp, mp % grid.tp_size, widths[mp]
         )
-        for (dp, mp), file in sorted(_choose(folder, opened, grid.size, dp_size).items())
+        for (dp, mp), file in chosen
     }
 
 
