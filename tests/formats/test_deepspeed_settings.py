@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from restride import api
+from restride.formats.deepspeed import read_catalog
 from restride.formats.deepspeed._fields import Field
 from restride.formats.deepspeed._settings import (
     is_bf16,
@@ -101,3 +102,22 @@ def test_files_have_the_names_under_which_such_an_engine_looks_for_them(tmp_path
         "step/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
         "step/mp_rank_00_model_states.pt",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("llama_tp1dp2_z3", "nothing else has the weights"), ("llama_tp1dp2_z2", "the weights have")],
+)
+@pytest.mark.parametrize(("setting", "is_told"), [({"topk_ratio": 0.1}, True), (None, False)])
+def test_master_copies_of_zenflow_may_lack_steps(
+    shared, tmp_path, copied, name, words, setting, is_told
+):
+    """Seen with deepspeed 0.19.8 at ZeRO-1 and 2, where weights and master copies differ."""
+    step = copied(shared / "checkpoints" / name, tmp_path / name) / "step"
+    for file in step.glob("*model_states.pt"):
+        edit_file(file, lambda root: root["ds_config"]["zero_optimization"].update(zenflow=setting))
+
+    found = [(f.severity, f.message) for f in read_catalog(step).findings if f.kind == "zenflow"]
+
+    assert [severity for severity, _ in found] == ["warning"] * is_told
+    assert all(words in message for _, message in found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from restride.checkpoint.catalog import Catalog
+from restride.checkpoint.catalog import Catalog, Finding
 from restride.errors import UnsupportedError
 from restride.formats.deepspeed._chunks import read_chunks
 from restride.formats.deepspeed._consistency import find_contradictions
@@ -14,6 +14,7 @@ from restride.formats.deepspeed._experts.files import files_written_twice, open_
 from restride.formats.deepspeed._partitions import read_partitions
 from restride.formats.deepspeed._pipeline.tensors import joined_mesh, joined_tensors
 from restride.formats.deepspeed._run import open_stages
+from restride.formats.deepspeed._settings import zero_setting
 from restride.formats.deepspeed._state_values import read_values
 from restride.formats.deepspeed._tensors import read_tensors
 from restride.formats.deepspeed._whole.experts import (
@@ -25,7 +26,7 @@ from restride.formats.deepspeed._whole.states import read_whole
 from restride.storage.torch_zip import TorchFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from os import PathLike
 
     from restride.formats.deepspeed._experts.files import Expert, ExpertFiles
@@ -90,6 +91,7 @@ def read_catalog(
         run.findings.extend(told.findings())
     optimizers = expert_optimizers(run, ranks)
     run.findings.extend(found for stage in runs for found in find_contradictions(stage, optimizers))
+    run.findings.extend(_held_back(run))
     run.findings.extend(files_written_twice(opened))
     run.findings.extend(files_of_other_ranks(opened, is_partitioned=run.is_partitioned))
     return Catalog(
@@ -103,6 +105,21 @@ def read_catalog(
         is_cut_told=told is not None and bool(told.layouts),
         tied=tied if run.names is not None and run.names.tied_to is not None else None,
     )
+
+
+def _held_back(run: Run) -> Iterator[Finding]:
+    """Tell of a run whose master copies may be of a step before: ZenFlow updates weights alone.
+
+    Of gradients that it holds back until the next update of all, no file has anything (deepspeed
+    0.19.8 `runtime/zenflow`).
+    """
+    if run.zeros and zero_setting(run.models[0].root.get("ds_config"), "zenflow") is not None:
+        lost = "nothing else has the weights" if run.is_partitioned else "the weights have these"
+        message = (
+            "the run trained with ZenFlow, which updates some columns of the weights at once and "
+            f"their master copies later: those may lack the last steps, and {lost}"
+        )
+        yield Finding("warning", "zenflow", message, str(run.folder.path))
 
 
 def _names(runs: Sequence[Run]) -> Collection[str]:
