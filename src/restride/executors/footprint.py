@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from restride.checkpoint.catalog import Regions
+from restride.executors.journaled import MOST_WAITING, RECORDS_AT_ONE_TIME
 from restride.executors.verifying import MOST_AT_ONE_TIME
 
 if TYPE_CHECKING:
@@ -61,9 +62,11 @@ _RECORD_NBYTES: Final = 640
 _NOTED_NBYTES: Final = 192
 _READ_BACK_NBYTES: Final = 320
 _LOOKED_AT_NBYTES: Final = 2048
-# Blocks that are done within the seconds after which they are noted, and their records.
-_NOTING_NBYTES: Final = 896
-_MOST_NOTED: Final = 1 << 16
+# Blocks that are done and not noted: a batch that is being noted while as many wait as may, and the
+# records that are made of them at one time.
+_WAITING_NBYTES: Final = 224
+_MOST_NOT_NOTED: Final = 5 * MOST_WAITING // 2
+_RECORD_NOTED_NBYTES: Final = 1200
 
 
 def catalog_nbytes(catalog: Catalog) -> int:
@@ -137,7 +140,9 @@ def finishing_nbytes(
 
 def noting_nbytes(block_count: int) -> int:
     """Memory of the blocks that are done and not in the journal yet, with the records of them."""
-    return _NOTING_NBYTES * min(block_count, _MOST_NOTED)
+    return _WAITING_NBYTES * min(block_count, _MOST_NOT_NOTED) + _RECORD_NOTED_NBYTES * min(
+        block_count, RECORDS_AT_ONE_TIME
+    )
 
 
 def resuming_nbytes(*, region_count: int, block_count: int) -> tuple[int, int]:

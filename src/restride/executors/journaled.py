@@ -13,8 +13,8 @@ write them, so that the workers need not wait for the disk so soon.
 from __future__ import annotations
 
 import time
-from itertools import groupby
-from threading import Condition
+from itertools import chain, groupby, islice
+from threading import Condition, Lock
 from typing import TYPE_CHECKING, Final, Self
 
 from msgspec.structs import asdict
@@ -35,11 +35,24 @@ if TYPE_CHECKING:
     from restride.storage.ranges import Lease
     from restride.storage.unfinished import Unfinished
 
-__all__ = ["SYNC_NBYTES", "JournaledWriter", "claim_records", "drift_records"]
+__all__ = [
+    "MOST_WAITING",
+    "RECORDS_AT_ONE_TIME",
+    "SYNC_NBYTES",
+    "JournaledWriter",
+    "claim_records",
+    "drift_records",
+]
 
 # What a kill may cost: so many bytes are written again, or what was written in so many seconds.
 SYNC_NBYTES: Final = 256 << 20
 _SYNC_SECONDS: Final = 5.0
+MOST_WAITING: Final = 1 << 14
+"""Blocks that may wait to be noted; workers wait then. Half as many are noted at one time."""
+RECORDS_AT_ONE_TIME: Final = 1024
+"""Records of them that are made and written at one time."""
+# A worker that waits for room looks whether the thread that makes it is still there.
+_LOOKED_AFTER_SECONDS: Final = 0.1
 # Without a sync, so many bytes are handed to the disk at one time.
 _STARTED_NBYTES: Final = 64 << 20
 # Less is not worth a call, and so many small files are not opened again for it.
@@ -92,7 +105,9 @@ class JournaledWriter:
         self._waking_nbytes = min(sync_nbytes, _STARTED_NBYTES) if starts else sync_nbytes
         self._done: list[Block] = []
         self._done_nbytes = 0
-        self._changed = Condition()
+        lock = Lock()
+        self._changed = Condition(lock)
+        self._has_room = Condition(lock)
         self._is_ending = False
         self._syncing: Background | None = None
 
@@ -139,8 +154,17 @@ class JournaledWriter:
         self._note(self._blocks.count(parts, digests))
 
     def _require_syncing(self) -> None:
-        if self._syncing is not None and self._syncing.is_ended:
-            self._syncing.require_success()  # it failed, as nobody asked it to end
+        """Wait until there is room for more blocks that wait; raise what keeps them from it."""
+        syncing = self._syncing
+        if syncing is None:
+            return
+        while not syncing.is_ended:
+            with self._changed:
+                if len(self._done) < MOST_WAITING:
+                    return
+                self._changed.notify()
+                self._has_room.wait(_LOOKED_AFTER_SECONDS)
+        syncing.require_success()  # it failed, as nobody asked it to end
 
     def _note(self, done: Sequence[Block]) -> None:
         """Hand blocks that are done to the thread that syncs."""
@@ -151,7 +175,7 @@ class JournaledWriter:
                 self._done_nbytes += nbytes
                 self._left_nbytes -= nbytes
                 # Waking a thread for every block takes longer than writing it.
-                if self._done_nbytes >= self._waking_nbytes:
+                if self._is_much():
                     self._changed.notify()
 
     def _keep_durable(self) -> None:
@@ -169,20 +193,30 @@ class JournaledWriter:
                 is_late = not self._changed.wait_for(self._is_woken, end - time.monotonic())
                 is_ending, done = self._is_ending, self._done
                 self._done, self._done_nbytes = [], 0
+                self._has_room.notify_all()
             self._start_writing(done)
             batch += done
-            is_enough = is_late or self._blocks.nbytes(batch) >= self._sync_nbytes
+            is_enough = (
+                is_late
+                or len(batch) >= MOST_WAITING // 2
+                or self._blocks.nbytes(batch) >= self._sync_nbytes
+            )
         if batch:
             files = {self._blocks.regions[block.region].target_file for block in batch}
             self._place.files.sync_files(self._names[file] for file in sorted(files))
             self._place.files.sync_folders()
             self._require_unchanged()
-            self._place.note([*self._drift_records(), *claim_records(batch, self._blocks)])
+            records = chain(self._drift_records(), claim_records(batch, self._blocks))
+            while some := list(islice(records, RECORDS_AT_ONE_TIME)):
+                self._place.note(some)
             self._place.keeps = True
         return not is_ending
 
     def _is_woken(self) -> bool:
-        return self._is_ending or self._done_nbytes >= self._waking_nbytes
+        return self._is_ending or self._is_much()
+
+    def _is_much(self) -> bool:
+        return self._done_nbytes >= self._waking_nbytes or len(self._done) >= MOST_WAITING // 2
 
     def _start_writing(self, blocks: Iterable[Block]) -> None:
         """Without a sync, let the disk begin early; nobody waits for it."""
