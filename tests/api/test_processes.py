@@ -49,6 +49,12 @@ def each_step_by_itself(monkeypatch):
     monkeypatch.setattr(streaming, "_MOST_BUNDLES", 1)
 
 
+@pytest.fixture(autouse=True)
+def locks_that_all_see_at_once(monkeypatch):
+    """On a file system of this machine nobody has to wait for what another client knows."""
+    monkeypatch.setattr(members, "_FREE_SECONDS", 0.1)
+
+
 class Dies(NullObserver):
     """Ends the process, as `kill -9` does, when so many steps are done."""
 
