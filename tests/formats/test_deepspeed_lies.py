@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from restride import api
 from restride.checkpoint.values import Constructed, GlobalName, OrderedDictValue
 from restride.errors import CorruptError, FormatError, RestrideError, UnsupportedError
 from restride.formats.deepspeed import read_catalog
@@ -405,7 +406,33 @@ def test_latest_is_empty(saved):
     refused(saved, "latest: is empty: it names no tag", "tags here are step", error=FormatError)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"a" * 5000, b"../../etc"])
+@pytest.mark.parametrize("tag", ["epoch1/step", "a/b/c"])
+def test_a_tag_may_be_a_folder_in_a_folder(saved, tag):
+    """An engine makes all folders of ``save_checkpoint(place, tag="epoch1/step")``."""
+    known = read_catalog(saved)
+    (saved / tag).parent.mkdir(parents=True)
+    (saved / "step").rename(saved / tag)
+    (saved / "latest").write_text(tag)
+
+    catalog = read_catalog(saved)
+
+    assert catalog.tensors == known.tensors
+    assert [file.name for file in catalog.files] == [
+        file.name.replace("step/", f"{tag}/", 1) for file in known.files
+    ]
+    for to in ("universal", "deepspeed"):
+        api.convert(saved, saved.parent / to, to=to)
+        assert len(api.open(saved.parent / to).tensors) == len(known.tensors)
+
+
+@pytest.mark.parametrize("tag", ["../run/step", "{}/step", "./step", "step/", "step/../step"])
+def test_a_tag_is_below_the_folder_that_names_it(saved, tag):
+    (saved / "latest").write_text(tag.format(saved))
+
+    refused(saved, "latest: names the tag", "which is not there", error=FormatError)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"a" * 5000, b"../../etc", b"a\0b"])
 def test_latest_holds_no_tag(saved, content):
     (saved / "latest").write_bytes(content)
 

@@ -36,6 +36,7 @@ __all__ = [
     "OptimizerFile",
     "TagFolder",
     "find_tag",
+    "is_below",
     "list_files",
 ]
 
@@ -135,10 +136,10 @@ def find_tag(path: Path) -> tuple[Path, str]:
     latest = path / _LATEST
     if os.path.lexists(latest):
         tag = _read_latest(latest)
-        if tag in tags:
+        if is_below(path, tag):
+            if not _has_states(path / tag):
+                raise _without_models(path / tag)
             return _sharded(path, tag)
-        if tag in _folders(path):
-            raise _without_models(path / tag)
         raise FormatError(
             f"names the tag {tag!r}, which is not there" if tag else "is empty: it names no tag",
             where=str(latest),
@@ -153,6 +154,18 @@ def find_tag(path: Path) -> tuple[Path, str]:
             remedy=_name_one(path, tags),
         )
     return _sharded(path, tags[0])
+
+
+def is_below(path: Path, tag: str) -> bool:
+    """Whether a tag is a folder in `path`, or as ``epoch1/step3`` one in a folder of it.
+
+    Args:
+        path: Where the file is that has the tag.
+        tag: The tag, of which nothing is known.
+    """
+    if not {"", ".", ".."}.isdisjoint(tag.split("/")):
+        return False
+    return os.path.isdir(path / tag)  # noqa: PTH112 - the other one stops at a zero in the name
 
 
 def _without_models(path: Path) -> FormatError:

@@ -27,6 +27,7 @@ from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, ExecutionError, FormatError, UnsupportedError
 from restride.formats.deepspeed._exchanged import OTHER_RANK, saved_elsewhere
 from restride.formats.deepspeed._fields import Field
+from restride.formats.deepspeed._files import is_below
 from restride.formats.deepspeed.companions import described_shapes
 from restride.formats.deepspeed.model_files import read_model_files
 from restride.formats.universal._optimizer_state import OPTIMIZER_STATE, read_optimizer_state
@@ -136,17 +137,14 @@ def find_folder(root: Path) -> str:
             where=str(root),
         ) from error
     tag = text.decode("utf-8", "replace").strip()
-    if len(text) > _LONGEST_TAG or not _is_name(tag) or not (root / tag / _PARAMETERS).is_dir():
+    is_tag = len(text) <= _LONGEST_TAG and is_below(root, tag)
+    if not is_tag or not (root / tag / _PARAMETERS).is_dir():
         raise FormatError(
             f"names {tag[:80]!r}, which is no universal folder beside it",
             where=str(root / LATEST),
             remedy="open the universal folder itself",
         )
     return f"{tag}/"
-
-
-def _is_name(text: str) -> bool:
-    return text not in {"", ".", ".."} and {"/", "\\", "\0"}.isdisjoint(text)
 
 
 def _entries(folder: str | Path, *, is_folder: bool) -> list[str]:
