@@ -413,8 +413,8 @@ def test_a_process_with_other_options_is_turned_away_with_what_differs(tmp_path,
         assert end_of(start(out, 1, 2)) == 0
 
     assert str(error.value) == (
-        f"{out}: process 0 writes something else: it was started without --dtype float32; "
-        "start all processes with the same options"
+        f"{out}: process 0 writes something else: it was started without --dtype float32, "
+        "and goes on only so; start all processes with the same options"
     )
     assert found[0].written_nbytes == 205236
     assert tree(out) == reference

@@ -347,9 +347,11 @@ def test_a_finished_output_of_other_options_is_not_taken_for_this_one(tmp_path):
         return caught.value.problem
 
     begin = f"the directory exists and is the output of restride {restride.__version__}"
-    told = f"{begin} with other options: without --dtype float32"
+    told = f"{begin} without --dtype float32"
     assert refusal(dtype="float32") == told
-    assert refusal(to="universal").endswith(": with --to safetensors, not universal")
+    assert refusal(to="universal").endswith(
+        f" {restride.__version__} with --to safetensors, not universal"
+    )
     others = refusal(states="all", dtype="float32", replicas="first", max_shard_nbytes=1 << 20)
     assert others.endswith(" and 1 more")
     shutil.copytree(SAMPLE, tmp_path / "changed")

@@ -256,7 +256,7 @@ def test_what_the_system_refuses_comes_with_what_would_work(
         ("{here}/checkpont-500", "did you mean '{here}/checkpoint-500'?"),
         (
             "converted",
-            "a conversion that was not finished is in 'converted.partial': --resume finishes it",
+            "it is not finished, in 'converted.partial': if that was stopped, --resume goes on",
         ),
         ("runs/7/checkpoint-500", "{here} is there, and has no 'runs'"),
         ("model", None),

@@ -69,7 +69,7 @@ def _what_is_there(path: Path) -> str:
         as_given = Path(*path.parts[: -1 - len(rest)])
         if f"{missing}.partial" in names:
             unfinished = str(as_given / f"{missing}.partial")
-            return f"a conversion that was not finished is in {unfinished!r}: --resume finishes it"
+            return f"it is not finished, in {unfinished!r}: if that was stopped, --resume goes on"
         if close := closest(missing, names):
             return f"did you mean {str(Path(as_given, close[0], *rest))!r}?"
         if there != path.absolute().parent:

@@ -72,13 +72,13 @@ def differs_from(ours: Record, theirs: Record) -> str:
 
     Examples:
         >>> differs_from({"options": {"to": "universal"}}, {"options": {"to": "safetensors"}})
-        'it was started with --to safetensors, not universal'
+        'it was started with --to safetensors, not universal, and goes on only so'
     """
     for key, words in (("format", "the format of the journal"), ("version", "the version")):
         if ours.get(key) != theirs.get(key):
             return f"{words} was {theirs.get(key)!s:.{_MOST_SHOWN}} and is {ours.get(key)}"
     for change in changed_options(options_of(ours), options_of(theirs)):
-        return f"it was started {change}"
+        return f"it was started {change}, and goes on only so"
     files = _mapping(ours, "source"), _mapping(theirs, "source")
     for name in {**files[0], **files[1]}:
         now, then = (side.get(name) for side in files)

@@ -228,7 +228,7 @@ def told_of(folder: Path, first: Record) -> str:
     changes = [*changed_options(ours, theirs)]
     if theirs and changes:
         more = f" and {len(changes) - _MOST_TOLD} more" if changes[_MOST_TOLD:] else ""
-        return f"{made} with other options: {', '.join(changes[:_MOST_TOLD])}{more}"
+        return f"{made} {', '.join(changes[:_MOST_TOLD])}{more}"
     if theirs and manifest.version == package_version():
         return f"{made} with these options, of another source or of one that was changed since"
     return f"{made} with other options, or of another source"
