@@ -87,7 +87,7 @@ def test_text_without_a_size_says_how_to_write_it():
     with pytest.raises(LayoutError) as caught:
         as_mesh("tp=4,dp")
 
-    assert str(caught.value) == "mesh 'tp=4,dp' has no size in 'dp'; write it as tp=4,dp=2"
+    assert str(caught.value) == "'dp' is no axis with a size; write the mesh as tp=4,dp=2"
 
 
 @pytest.mark.parametrize("value", [4, None, [("tp", 2)], b"tp=2"])

@@ -182,7 +182,7 @@ def test_every_builder_refuses_a_mesh_that_does_not_fit(name):
             entry.builder(**{**arguments, "mesh": mesh})
     if name == "replicated":
         return
-    with pytest.raises(RuleError, match="has no axis 'ep'; pass axis= one of tp, dp"):
+    with pytest.raises(RuleError, match="has no axis 'ep'; give as axis one of tp, dp"):
         entry.builder(**{**arguments, "mesh": {"tp": 2, "dp": 2}, "axis": "ep"})
     with pytest.raises(RuleError, match="2 axes and none is named"):
         entry.builder(**{**arguments, "mesh": {"tp": 2, "dp": 2}})

@@ -111,14 +111,14 @@ def as_mesh(mesh: MeshLike) -> Mesh:
         case Mesh():
             return mesh
         case str():
-            return Mesh(tuple(_parse_axis(part, mesh) for part in mesh.split(",")))
+            return Mesh(tuple(map(_parse_axis, mesh.split(","))))
         case Mapping():
             return Mesh(tuple(mesh.items()))
     raise LayoutError(f"a mesh is a mapping or text such as 'tp=4,dp=2', got {mesh!r}")
 
 
-def _parse_axis(part: str, text: str) -> tuple[str, int]:
+def _parse_axis(part: str) -> tuple[str, int]:
     name, _, size = part.partition("=")
     if not size.strip().isascii() or not size.strip().isdigit():
-        raise LayoutError(f"mesh {text!r} has no size in {part!r}", remedy="write it as tp=4,dp=2")
+        raise LayoutError(f"{part!r} is no axis with a size", remedy="write the mesh as tp=4,dp=2")
     return name.strip(), int(size)

@@ -55,7 +55,7 @@ def find_mesh_axis(mesh: MeshLike, axis: str | None) -> MeshAxis:
     found = names[0] if axis is None and len(names) == 1 else axis
     if found in names:
         return MeshAxis(whole, found, whole.axis_size(found))
-    remedy = f"pass axis= one of {', '.join(names)}" if names else "name an axis: tp=1"
+    remedy = f"give as axis one of {', '.join(names)}" if names else "name an axis: tp=1"
     if found is None:
         raise RuleError(
             f"the mesh {str(whole)!r} has {len(names)} axes and none is named as the one to cut",
@@ -90,7 +90,9 @@ def as_shape(shape: Sequence[int], *, ndim: int | tuple[int, ...] | None = None)
     allowed = (ndim,) if isinstance(ndim, int) else ndim
     if allowed is not None and len(sizes) not in allowed:
         counts = " or ".join(str(count) for count in allowed)
-        raise RuleError(f"a tensor of {counts} dimensions is cut this way, got shape {sizes}")
+        raise RuleError(
+            f"a tensor of {counts} dimensions is cut this way, and the shape has {len(sizes)}"
+        )
     return sizes
 
 
