@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from restride import api
+from restride.checkpoint.catalog import Finding
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import StoredTensor
 from restride.errors import CorruptError, UnsupportedError
@@ -298,6 +299,15 @@ def test_a_weight_without_a_master_copy_has_marks_where_it_is_trained_alone(tmp_
         )
         (file,) = [file for file in made.output.files if file.name.endswith("/w/fp32.pt")]
         assert any(b"cat_dim" in content for _, content in file.literals) == has_marks
+
+
+@pytest.mark.parametrize("details", [{}, {"part": "optimizer"}])
+def test_a_checkpoint_that_is_not_whole_is_not_described(tmp_path, details):
+    catalog = api.open(written(tmp_path / "in", 1, {"w": parameter(0, (4,))}, dp=1, tp=1))
+    finding = Finding("error", "missing-file", "some file is missing", details=details)
+
+    with pytest.raises(CorruptError, match="some file is missing"):
+        lay_out(replace(catalog, findings=(finding,)), open_training(catalog), is_partitioned=False)
 
 
 def test_a_state_that_zero_3_does_not_load_is_told_of(tmp_path):
