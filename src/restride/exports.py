@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
+from restride.algebra._checks import require_int
 from restride.checkpoint.hyperparameters import with_hyperparameters
 from restride.checkpoint.optimizer_scale import follow_scales
 from restride.checkpoint.output import Output, OutputFile
@@ -88,6 +89,9 @@ class Wanted(Frozen):
 
     def __post_init__(self) -> None:
         require_paths(*self.files.values())
+        for option in _NUMBERS:  # or "3" is said to be none of 1, 2 or 3
+            if getattr(self, option) is not None:
+                require_int(option, getattr(self, option))
 
     @property
     def files(self) -> dict[str, Any]:
@@ -96,6 +100,7 @@ class Wanted(Frozen):
         return {name: getattr(self, name) for name in names}
 
 
+_NUMBERS: Final = ("max_shard_nbytes", "stage", "tp", "dp", "ep", "zero", "grain", "pp")
 _PARTITIONED: Final = 3
 # A system lets one thread at a time write into a file: a large one would keep the others waiting.
 _SHARD_NBYTES: Final = 2_000_000_000

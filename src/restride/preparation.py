@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import asdict, replace
 
+from restride.algebra._checks import require_int
 from restride.algebra.coverage import replication
 from restride.checkpoint.catalog import Finding
 from restride.checkpoint.decisions import DEFAULT, read_rules
@@ -110,8 +111,10 @@ def prepare(
     Raises:
         RestrideError: As for `restride.convert`, as far as it can be said without reading tensors.
     """
-    if workers is not None and workers < 1:
-        raise PlanError(f"{workers} threads write nothing", remedy="give 1 or more")
+    if workers is not None:
+        require_int("workers", workers)
+        if workers < 1:
+            raise PlanError(f"{workers} threads write nothing", remedy="give 1 or more")
     before_nbytes = peak_nbytes()
     # What the files hold is asked for three times, and let go with this call.
     opened = TorchFiles()

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from restride.algebra.copies import OWN, as_replicas
+from restride.checkpoint.pairs import require_pairs
 from restride.errors import PlanError
 from restride.frozen import Frozen
 
@@ -61,7 +62,11 @@ def read_rules(said: Saying, catalog: Catalog) -> ReplicaRules:
     Raises:
         PlanError: A decision is none, there is no such rank, or a pattern matches nothing.
     """
-    pairs = [(EVERYTHING, said)] if isinstance(said, str | int) else list(said)
+    pairs: Sequence[tuple[str, str | int]] = (
+        [(EVERYTHING, said)]
+        if isinstance(said, str | int)
+        else require_pairs("replicas", said, ("*.bias", "mean"))
+    )
     rules = tuple((pattern, _as_decision(decision, catalog.mesh)) for pattern, decision in pairs)
     for pattern, _ in rules:
         _require_used(pattern, catalog.tensors)

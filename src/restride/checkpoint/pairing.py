@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from restride.checkpoint.pairs import require_pairs
 from restride.errors import PlanError
 from restride.frozen import Frozen
 from restride.wording import counted
@@ -112,7 +113,9 @@ def pair_arrays(
 
 def _renamed(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> dict[str, str]:
     """The new name of each name of a catalog."""
-    patterns = [(_pattern(old), old, new) for old, new in rules]
+    patterns = [
+        (_pattern(old), old, new) for old, new in require_pairs("rename", rules, ("old", "new"))
+    ]
     unused = {old for _, old, _ in patterns}
     result: dict[str, str] = {}
     owners: dict[str, str] = {}

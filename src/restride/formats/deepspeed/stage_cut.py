@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
@@ -11,7 +12,7 @@ from restride.errors import UnsupportedError
 from restride.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["PartitionMethod", "StageCut", "read_stage_cut", "read_ties"]
 
@@ -96,6 +97,12 @@ def read_ties(tied: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
         >>> read_ties({"embed": [5, 0]})
         {'embed': (0, 5)}
     """
+    given: object = tied
+    if not isinstance(given, Mapping):
+        raise UnsupportedError(
+            f"{tied!r:.80} does not say which layers are tied",
+            remedy="write it as {'embed': [0, 8]}",
+        )
     uses = {key: tuple(sorted(_numbers(numbers, key))) for key, numbers in tied.items()}
     keys: dict[int, str] = {}
     for key, numbers in uses.items():
