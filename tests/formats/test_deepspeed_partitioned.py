@@ -316,6 +316,21 @@ def test_a_flat_partition_of_another_length(saved):
     )
 
 
+def test_partitions_that_an_engine_left_on_nvme(saved):
+    """What ZeRO-Infinity has on disks is saved as empty tensors, and files of the disk beside."""
+    empty = Array("float32", (0,), b"")
+
+    def leave(state):
+        state["fp32_flat_groups"] = [empty for _ in state["fp32_flat_groups"]]
+        for own in state["optimizer_state_dict"]["state"].values():
+            own.update(exp_avg=empty)
+
+    for rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        edit_file(optimizer(saved, *rank), of_state(leave))
+
+    refused(saved, "is empty", "NVMe", "'offloaded_tensors'", error=UnsupportedError)
+
+
 def test_a_partition_that_is_no_vector(saved):
     def fold(state):
         state["fp32_flat_groups"][1] = Array("float32", (7, 1), bytes(28))

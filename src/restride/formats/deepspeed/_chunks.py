@@ -178,6 +178,13 @@ class _Reader:
                 f"parallelism it is ranks {list(ranks)[:8]}",
                 where=group.where,
             )
+        if end and not group.partition_numel:
+            raise UnsupportedError(
+                "is empty: an engine that offloads its optimizer to NVMe (ZeRO-Infinity) saves it "
+                "as it stands on the disk, in 'offloaded_tensors'",
+                where=group.where,
+                remedy="save it from an engine whose optimizer is offloaded to the CPU, or not",
+            )
         if group.partition_numel != end:
             raise CorruptError(
                 f"has {group.partition_numel} elements, the chunks of "
