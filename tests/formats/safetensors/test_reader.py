@@ -433,6 +433,30 @@ def test_a_state_file_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
         read_catalog(tmp_path)
 
 
+def test_an_index_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    with path.open("wb") as file:
+        file.truncate(100_000_001)
+
+    with pytest.raises(CorruptError, match="an index of 100000001 bytes is larger than the limit"):
+        read_catalog(tmp_path)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_what_else_is_in_a_folder_hides_no_file(tmp_path: Path, is_sharded: bool) -> None:  # noqa: FBT001
+    """Other files come before and between in the order of names, as in published models."""
+    for name in ("README.md", "config.json", "model.md", "model-00001-of-00002.txt", "tokenizer"):
+        (tmp_path / name).write_text("text")
+    stems = [f"model-0000{n}-of-00002" for n in (1, 2)] if is_sharded else ["model"]
+    for number, stem in enumerate(stems):
+        write_file(tmp_path / f"{stem}.safetensors", **{f"w{number}": 2})
+
+    catalog = read_catalog(tmp_path)
+
+    assert names(catalog) == [f"w{number}" for number in range(len(stems))]
+    assert catalog.findings == ()
+
+
 def test_a_header_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     with path.open("wb") as file:
