@@ -282,7 +282,7 @@ def test_values_that_are_no_file_are_refused(tmp_path: Path, is_link: bool) -> N
     else:
         path.mkdir()
 
-    with pytest.raises(RestrideError, match=r"state\.json: (cannot be opened|is not a regular)"):
+    with pytest.raises(RestrideError, match=r"state\.json: (cannot be opened|is a folder)"):
         read_catalog(tmp_path)
 
 
