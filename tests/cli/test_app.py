@@ -8,6 +8,7 @@ import os
 import pwd
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from restride import __version__, api
 from restride.arrays import _kernel
 from restride.cli import _app
 from restride.errors import CorruptError, ExecutionError
-from restride.testing.command_line import run
+from restride.testing.command_line import SAMPLE, run
 
 
 def assert_one_sentence(err: str) -> None:
@@ -275,6 +276,18 @@ def test_a_name_that_is_not_there_comes_with_what_is(
 
     remedy = "" if says is None else f"; {says.format(here=here)}"
     assert (said.code, said.err) == (2, f"restride: {wrong}: no such file or folder{remedy}\n")
+
+
+def test_a_broken_link_comes_with_where_it_leads_and_not_with_its_own_name(tmp_path: Path) -> None:
+    shutil.copytree(SAMPLE, tmp_path / "run")
+    file = tmp_path / "run/step/mp_rank_01_model_states.pt"
+    file.unlink()
+    file.symlink_to("/gone/x.pt")
+
+    assert run("check", tmp_path / "run").err == (
+        f"restride: {file}: cannot be opened (a link to what is not there); bring back "
+        "'/gone/x.pt', to which it leads, or copy the file\n"
+    )
 
 
 def test_a_remedy_that_is_known_nearer_to_the_error_stays(monkeypatch: pytest.MonkeyPatch) -> None:

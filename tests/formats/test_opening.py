@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from restride.errors import ExecutionError, FormatError
+from restride.errors import ExecutionError, FormatError, UnsupportedError
 from restride.formats.opening import detect_format, open_catalog
 from restride.testing.hostile_safetensors import valid_safetensors
 
@@ -85,6 +85,27 @@ def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(
 
     with pytest.raises(FormatError, match=says):
         detect_format(tmp_path / opened)
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["d/.metadata", "d/__0_0.distcp"], "d: is a checkpoint of PyTorch's DCP, which is not"),
+        (["d/latest_checkpointed_iteration.txt"], "d: is a checkpoint of Megatron-LM, which is no"),
+        (["d/pytorch_model-00001-of-00002.bin"], "d: is a model as torch.save writes it, which is"),
+    ],
+)
+def test_a_format_that_is_not_read_is_called_by_its_name(
+    tmp_path: Path, names: list[str], says: str
+) -> None:
+    for name in names:
+        touch(tmp_path / name)
+
+    with pytest.raises(UnsupportedError, match=f"{says}.*; save it as safetensors"):
+        detect_format(tmp_path / "d")
+    touch(tmp_path / "d/checkpoint-5/latest")
+    with pytest.raises(FormatError, match="it has 1 checkpoint: name one"):
+        detect_format(tmp_path / "d")
 
 
 def test_of_a_folder_of_several_steps_the_newest_is_named(tmp_path: Path) -> None:

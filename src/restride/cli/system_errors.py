@@ -63,6 +63,8 @@ def remedy_of(error: OSError) -> str:
 def _what_is_there(path: Path) -> str:
     """Where a path ends that is not there, or which names beside it are like its own."""
     with suppress(OSError):
+        if path.is_symlink():
+            return f"bring back {os.readlink(path)!r}, to which it leads, or copy the file"  # noqa: PTH115 - as it is written
         there = next(folder for folder in path.absolute().parents if folder.exists())
         missing, *rest = path.absolute().relative_to(there).parts
         names = [entry.name for entry in islice(there.iterdir(), _MOST_LOOKED_AT)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
@@ -40,6 +41,11 @@ _SAFETENSORS: Final = (".safetensors", ".safetensors.index.json")
 # A folder with files of the optimizer alone is one as well: its reader says what it lacks.
 _DEEPSPEED_FILE: Final = re.compile(r".*(model|optim)_states\.pt")
 _PARTS: Final = ("latest", "latest_universal", "restride.json")
+_OTHERS: Final = {
+    "*.distcp": "a checkpoint of PyTorch's DCP",
+    "latest_checkpointed_iteration.txt": "a checkpoint of Megatron-LM",
+    "pytorch_model*.bin": "a model as torch.save writes it",
+}
 _MOST_SHOWN: Final = 5
 _MOST_LOOKED_INTO: Final = 1000
 _LOOKED_FOR: Final = (
@@ -180,7 +186,7 @@ def detect_format(path: str | PathLike[str]) -> Format:
 
     Raises:
         FormatError: Nothing that is known was found; says what was looked for.
-        UnsupportedError: It is an address, or no path at all.
+        UnsupportedError: It is an address or no path at all, or of a format that is not read.
         ExecutionError: The path is not there, or the system cannot read it.
     """
     place = Path(as_path(path))
@@ -216,11 +222,24 @@ def detect_format(path: str | PathLike[str]) -> Format:
             where=str(place),
             remedy="run the same `restride convert` again with --resume, and name its output",
         )
+    raise _unknown(place, names)
+
+
+def _unknown(place: Path, names: Sequence[str]) -> FormatError | UnsupportedError:
+    """Say of a folder that is no checkpoint what it holds, and what would be one."""
+    remedy = _name_one(place, names)
+    for pattern, what in _OTHERS.items():
+        if not remedy and any(fnmatchcase(name, pattern) for name in names):
+            return UnsupportedError(
+                f"is {what}, which is not read",
+                where=str(place),
+                remedy="save it as safetensors where it can be loaded, or name a DeepSpeed save",
+            )
     shown = ", ".join(names[:_MOST_SHOWN]) + (", ..." if names[_MOST_SHOWN:] else "")
-    raise FormatError(
+    return FormatError(
         f"is a folder of no known format (it holds {shown or 'nothing'})",
         where=str(place),
-        remedy=_name_one(place, names) or _LOOKED_FOR,
+        remedy=remedy or _LOOKED_FOR,
     )
 
 

@@ -171,6 +171,7 @@ class _Reader:
                 f"{which(len(ranks), 'shares', 'share')} the "
                 "sub-group",
                 where=group.where,
+                remedy="put all files of one save, and only those, into the folder",
             )
         if group.partition_ranks not in (None, tuple(ranks)):
             raise CorruptError(

@@ -129,6 +129,7 @@ def check_partition(
             f"partition_count is {group.partition_count}, files of {counted(count, 'partition')} "
             "are here",
             where=group.where,
+            remedy="put all files of one save, and only those, into the folder",
         )
     end = slots[-1].start + slots[-1].numel if slots else 0
     if width * count < end:
