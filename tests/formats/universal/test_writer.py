@@ -17,6 +17,7 @@ from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.values import Constructed, StoredTensor
 from restride.errors import CorruptError, ReplicaError, RestrideError, UnsupportedError
 from restride.formats.opening import open_training
+from restride.formats.safetensors.spelling import whole_layout
 from restride.formats.universal import lay_out
 from restride.storage.torch_zip import open_torch_zip
 from restride.testing.command_line import run
@@ -444,6 +445,48 @@ def test_a_weight_that_cannot_be_widened_is_told_of(tmp_path):
 
     assert [finding.kind for finding in made.findings] == ["not-carried"]
     assert "a weight of uint8 has no master copy" in made.findings[0].message
+
+
+def test_a_state_of_another_shape_than_its_parameter_is_told_of(tmp_path):
+    catalog = api.open(written(tmp_path / "in", {"w": parameter(0, (4,))}, dp=1, tp=1))
+    (tensor,) = catalog.tensors
+    rows = StateEntry(DTYPES["float32"], whole_layout((2,)), (Region(0, 64),))
+
+    made = laid_out(catalog, replace(tensor, states={**tensor.states, "rows": rows}))
+
+    (told,) = made.findings
+    assert (told.severity, told.kind, told.where) == ("warning", "not-carried", "tensor 'w'")
+    assert told.message == (
+        "tensor 'w': its state 'rows' of shape (2,) has no place in a universal folder"
+    )
+    assert not [file.name for file in made.output.files if "rows" in file.name]
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ({"weight"}, {"w": "weight", "again": "weight", "third": "weight"}),
+        ({"weight", "fp32"}, {"w": "fp32", "again": "weight", "third": "weight"}),
+        ({"fp32"}, {"w": "fp32"}),
+    ],
+)
+def test_every_name_of_a_parameter_has_the_best_that_there_is(tmp_path, states, expected):
+    catalog = api.open(written(tmp_path / "in", {"w": parameter(0, (4,))}, dp=1, tp=1))
+    (tensor,) = catalog.tensors
+    half = replace(tensor.states["fp32"], dtype=DTYPES["bfloat16"])
+    known = {"weight": half, "fp32": tensor.states["fp32"]}
+    tied = replace(
+        tensor, aliases=("again", "third"), states={state: known[state] for state in states}
+    )
+
+    made = laid_out(catalog, tied)
+
+    assert {own.key.split("/")[-2]: own.state for own in made.sources if "/zero/" in own.key} == (
+        expected
+    )
+    assert {file.name for file in made.output.files if file.name.endswith("/fp32.pt")} == {
+        f"step_universal/zero/{name}/fp32.pt" for name in expected
+    }
 
 
 def test_a_checkpoint_with_a_missing_file_is_refused(tmp_path):
