@@ -365,3 +365,18 @@ def test_fingerprints_are_listed_one_a_line() -> None:
     assert lines[0].split() == ["fingerprint", "tensor", "state"]
     assert len(lines) == 14
     assert all(len(line.split()[0]) == 32 for line in lines[1:])
+
+
+def test_what_is_wrong_in_one_of_two_checkpoints_is_said_with_its_name(
+    shared: Path, tmp_path: Path
+) -> None:
+    mixed = tmp_path / "mixed"
+    shutil.copytree(shared / "checkpoints/llama_tp2_z1", mixed)
+    name = "step/bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    other = name.replace("rank_0_mp_rank_01", "rank_1_mp_rank_00")
+    shutil.copyfile(shared / "checkpoints/llama_tp1dp2_z1" / other, mixed / name)
+
+    said = run("diff", SAMPLE, mixed).err
+
+    assert said.startswith(f"restride: {mixed}: {name}: optimizer_state_dict")
+    assert said.endswith("put all files of one save, and only those, into the folder\n")

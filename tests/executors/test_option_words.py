@@ -36,7 +36,16 @@ def test_what_a_file_says_of_options_is_cut_short_and_never_fails():
             (change,) = changed_options({}, {name: value})
 
             assert change.startswith(f"with --{name[:2]}")
-            assert len(change) <= 80
+            assert len(change) <= 100
+
+
+def test_long_paths_that_differ_at_their_end_do_not_look_the_same():
+    folder = "/data/" + "run/" * 30
+    (change,) = changed_options({"config": f"{folder}a.json"}, {"config": f"{folder}b.json"})
+
+    then, now = change.removeprefix("with --config ").split(", not ")
+    assert (then[-7:], now[-7:]) == ("/b.json", "/a.json")
+    assert len(then) == len(now) < 70
 
 
 @pytest.mark.parametrize(

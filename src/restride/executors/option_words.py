@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["as_kept", "changed_options", "option_name"]
 
-_MOST_SHOWN: Final = 60
+_MOST_SHOWN: Final = 3
+_LONGEST: Final = 60
 _SIZE: Final = "max_shard_nbytes"
 _UNITS: Final = {
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", 1)},
@@ -89,7 +90,14 @@ def _given(name: str, value: object) -> str:
         arguments = [*_arguments(name, value)]
     except (TypeError, ValueError):  # a file may hold anything
         arguments = [str(value)]
-    return " ".join(f"{option} {shlex.quote(text)}" for text in arguments)[:_MOST_SHOWN]
+    return " ".join(f"{option} {_short(shlex.quote(text))}" for text in arguments[:_MOST_SHOWN])
+
+
+def _short(text: str) -> str:
+    """The beginning and the end: paths are the same at the beginning."""
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST // 4]}...{text[-3 * _LONGEST // 4 :]}"
 
 
 def _arguments(name: str, value: object) -> Iterator[str]:

@@ -108,6 +108,9 @@ def open_catalog(
         from restride.formats._damaged import tell_of_others  # noqa: PLC0415 - rarely said
 
         tell_of_others(error)
+        root = str(Path(path))
+        if root != "." and not error.where.startswith(root):
+            error.located(root)  # which of two it is, where two are compared
         raise
     if name == "safetensors":
         catalog = replace(catalog, findings=(*catalog.findings, *_left(Path(path))))
