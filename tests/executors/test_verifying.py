@@ -1,0 +1,65 @@
+"""Blocks that are read back are held against their digests, in the memory that there is."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from restride.arrays.fingerprint import Digester, scratch_nbytes
+from restride.executors.verifying import ROW_NBYTES, Extent, digest_rows, find_damage
+
+
+@given(budget=st.integers(1, 1 << 28), workers=st.integers(1, 64))
+def test_digesters_are_as_large_as_a_sixteenth_of_a_budget_lets_all_workers_have(budget, workers):
+    rows = digest_rows(budget, workers)
+
+    assert rows in {1, 2, 4, 8, 16, 32, 64, 128}
+    assert rows == 1 or workers * scratch_nbytes(rows) <= budget // 16
+    assert rows == 128 or workers * scratch_nbytes(2 * rows) > budget // 16
+
+
+@given(seed=st.integers(0, 2**32 - 1), rows=st.sampled_from([1, 3, 8]), workers=st.integers(1, 3))
+def test_a_byte_is_missed_in_no_extent_and_no_sound_one_is_damaged(
+    tmp_path_factory, seed, rows, workers
+):
+    rng = np.random.default_rng(seed)
+    path = tmp_path_factory.getbasetemp() / "blocks"
+    content = rng.integers(0, 256, 20 * ROW_NBYTES, np.uint8)
+    extents = []
+    for _ in range(int(rng.integers(1, 9))):
+        start, stop = sorted(map(int, rng.integers(0, content.size + 1, 2)))
+        base = int(rng.integers(0, 5 * ROW_NBYTES))
+        digest = Digester().digest(content[start:stop], base)
+        extents.append(Extent(str(path), start, stop - start, base, digest))
+    changed = int(rng.integers(0, content.size))
+    content[changed] ^= 1 << int(rng.integers(0, 8))
+    path.write_bytes(content.tobytes())
+    read: list[int] = []
+
+    found = list(find_damage(extents, workers=workers, rows=rows, on_read=read.append))
+
+    expected = [
+        number
+        for number, extent in enumerate(extents)
+        if extent.start_nbytes <= changed < extent.start_nbytes + extent.nbytes
+    ]
+    assert [damage.position for damage in found] == expected
+    assert [damage.extent for damage in found] == [extents[number] for number in expected]
+    assert {damage.reason for damage in found} <= {"other bytes than were written"}
+    assert read == [extent.nbytes for extent in extents]
+
+
+def test_files_that_end_early_and_files_that_are_gone_are_damage_of_their_extents(tmp_path):
+    (tmp_path / "short").write_bytes(bytes(10))
+    extents = [
+        Extent(str(tmp_path / "gone"), 0, 5, 0, 0),
+        Extent(str(tmp_path / "short"), 0, 10, 0, 0),
+        Extent(str(tmp_path / "short"), 5, 10, 0, 0),
+    ]
+
+    first, last = find_damage(extents, workers=1, rows=1, on_read=lambda _: None)
+
+    assert (first.position, last.position) == (0, 2)
+    assert "No such file" in first.reason
+    assert last.reason
