@@ -235,7 +235,8 @@ def open_stages(
             names=read.names,
             layers=tuple(read.layers.layers if read.layers else ()),
         )
-        findings.extend(_unnamed(read.layers.unnamed if read.layers else ()))
+        # Without ZeRO the optimizer has numbers, and what it trained is found out later.
+        findings.extend(_unnamed(read.layers.unnamed if read.layers and zeros else ()))
         _check_stage(run)
         missing = _missing(run, has_optimizer=bool(zeros))
         findings.extend(missing if has_weights else _missing_in_universal(run))
