@@ -18,7 +18,7 @@ from restride.formats.deepspeed._settings import is_enabled
 from restride.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from restride.algebra.layout import Shape
@@ -88,7 +88,9 @@ class ModelFile(Frozen):
     tp_size: int | None
 
 
-def read_model_file(root: Field, name: str, tp: int, dp: int | None = None) -> ModelFile:
+def read_model_file(
+    root: Field, name: str, tp: int, dp: int | None = None, *, before: ModelFile | None = None
+) -> ModelFile:
     """Read the inert content of a model file.
 
     Args:
@@ -96,6 +98,8 @@ def read_model_file(root: Field, name: str, tp: int, dp: int | None = None) -> M
         name: Name of the file.
         tp: Tensor-parallel rank.
         dp: Data-parallel rank, where the file is that of one: under ZeRO-3.
+        before: What another file was read as. Those of a thousand ranks may have one value for
+            the shapes, which are read once then.
 
     Raises:
         FormatError: It is none, or a part of it has another type than it must have.
@@ -116,9 +120,13 @@ def read_model_file(root: Field, name: str, tp: int, dp: int | None = None) -> M
         weights, chunks = stored, {}
     else:
         weights = _without_placeholders(stored, frozen, buffer_names)
-    param_shapes = None if groups is None else tuple(_shapes(group) for group in groups.elements())
+    param_shapes = None
+    if groups is not None and before is not None and _is_same(groups, before.root):
+        param_shapes = before.param_shapes
+    elif groups is not None:
+        param_shapes = tuple(_shapes(group) for group in groups.elements())
     parameters = {*frozen, *chain.from_iterable(param_shapes or ())}
-    _check_names(root, parameters, buffer_names)
+    _check_names(root, parameters, buffer_names, extras)
     model = ModelFile(
         name=name,
         dp=dp,
@@ -193,6 +201,12 @@ def _is_tensor_of_a_kind(value: Value) -> bool:
     )
 
 
+def _is_same(stored: Field, root: Field) -> bool:
+    """Whether another file has the very same value in that place."""
+    known = root.get(str(stored.step))
+    return known is not None and known.value is stored.value
+
+
 def _shapes(stored: Field | None) -> dict[str, Shape]:
     return {} if stored is None else {name: entry.shape() for name, entry in stored.items()}
 
@@ -229,17 +243,20 @@ def _world_size(root: Field, key: str) -> int | None:
     return None if size is None else size.integer(at_least=1)
 
 
-def _check_names(root: Field, parameters: AbstractSet[str], buffers: AbstractSet[str]) -> None:
+def _check_names(
+    root: Field,
+    parameters: AbstractSet[str],
+    buffers: AbstractSet[str],
+    extras: Sequence[Field],
+) -> None:
     """What the file calls a parameter or a buffer is one of both, and a tensor in the module."""
     for name in sorted(parameters & buffers):
         raise CorruptError(
             f"{name!r} is a buffer here, and a parameter where shapes are given",
             where=f"{root.where}: buffer_names",
         )
-    module = root.at("module")
-    for name in (*parameters, *buffers):
-        entry = module.get(name)
-        if entry is not None:
+    for entry in extras:
+        if entry.value is not None and (entry.step in parameters or entry.step in buffers):
             entry.tensor()
 
 

@@ -59,10 +59,9 @@ class FileTable:
         self.entries.append(FileEntry(self._folder.below + name, file.nbytes, file.stamp))
         return Field(file.value, self._folder.below + name)
 
-    def region(self, tensor: StoredTensor, skipped_numel: int = 0) -> Region:
-        """Return the place of a tensor, or of a later element of it."""
-        skipped_nbytes = skipped_numel * tensor.storage.dtype.itemsize_nbytes
-        return Region(self._numbers[tensor.storage.file], tensor.start_nbytes + skipped_nbytes)
+    def region(self, tensor: StoredTensor) -> Region:
+        """Return the place of a tensor."""
+        return Region(self._numbers[tensor.storage.file], tensor.start_nbytes)
 
 
 class Run(Frozen):

@@ -18,9 +18,10 @@ from restride.algebra.compose import chain
 from restride.algebra.layout import Layout
 from restride.algebra.mesh import Mesh
 from restride.algebra.piece import Axis, Piece
-from restride.checkpoint.catalog import StateEntry
+from restride.checkpoint.catalog import Regions, StateEntry
 from restride.errors import CorruptError, UnsupportedError
 from restride.formats.deepspeed._rank_blocks import chained_in_block
+from restride.frozen import Frozen
 from restride.layouts.flat import flat_chunks
 from restride.layouts.scaled import scaled_state
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from restride.checkpoint.dtypes import DType
     from restride.checkpoint.values import StoredTensor
     from restride.formats.deepspeed._optimizer import Group
-    from restride.formats.deepspeed._partitions import FlatCut, Holding
+    from restride.formats.deepspeed._partitions import FlatCut
     from restride.formats.deepspeed._run import FileTable
 
 __all__ = [
@@ -109,8 +110,17 @@ def whole_states(
     return states
 
 
+class _FlatArrays(Frozen):
+    """The flat arrays of one state: their type, and where each of them begins."""
+
+    dtype: DType
+    places: list[Region]
+
+
 class FlatLayouts:
-    """Layouts of fragments. The layers of a model are cut alike, and chained once.
+    """Layouts of fragments, and the arrays that they are in.
+
+    The layers of a model are cut alike, and chained once.
 
     Args:
         mesh: The ranks that hold fragments, ``dp, tp``.
@@ -119,6 +129,8 @@ class FlatLayouts:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._known: dict[object, Layout] = {}
+        self._groups: Sequence[Group] = ()
+        self._arrays: dict[str, _FlatArrays] = {}
 
     def find(self, layout: Layout, cut: FlatCut) -> Layout:
         """Chain the cut of a tensor with the cut of each of its shards into fragments."""
@@ -131,6 +143,18 @@ class FlatLayouts:
         if key not in self._known:
             self._known[key] = _flat_layout(layout, cut, runs, self.mesh)
         return self._known[key]
+
+    def arrays(
+        self, name: str, groups: Sequence[Group], files: FileTable, where: str
+    ) -> _FlatArrays:
+        """Find the arrays of a state. Parameters that follow each other are mostly in the same."""
+        if list(map(id, groups)) != list(map(id, self._groups)):
+            self._groups, self._arrays = groups, {}
+        if name not in self._arrays:
+            dtype = _one_dtype([_dtype_of(group, name, where) for group in groups], where)
+            places = [files.region(group.arrays[name]) for group in groups]
+            self._arrays[name] = _FlatArrays(dtype, places)
+        return self._arrays[name]
 
 
 def flat_states(
@@ -149,17 +173,19 @@ def flat_states(
         CorruptError: A rank lacks a state that another one has, or has it in another dtype.
         UnsupportedError: A state other than Adam's is stored of a scaled parameter.
     """
-    groups = [(holding, holding.group) for holding in cut.holdings if holding.group is not None]
+    held = [holding for holding in cut.holdings if holding.group is not None]
+    groups = [holding.group for holding in held if holding.group is not None]
     flat = layouts.find(layout, cut)
-    names = dict.fromkeys(name for _, group in groups for name in group.arrays)
-    return {
-        name: StateEntry(
-            _one_dtype([_dtype_of(group, name, where) for _, group in groups], where),
-            scaled_state(flat, name, where),
-            _regions(groups, name, layouts.mesh, files),
-        )
-        for name in names
-    }
+    states: dict[str, StateEntry] = {}
+    for name in dict.fromkeys(name for group in groups for name in group.arrays):
+        arrays = layouts.arrays(name, groups, files, where)
+        regions = Regions.nowhere(layouts.mesh.size)
+        itemsize_nbytes = arrays.dtype.itemsize_nbytes
+        for holding, first in zip(held, arrays.places, strict=True):
+            skipped_nbytes = holding.fragment.partition_base * itemsize_nbytes
+            regions.put(holding.rank, first.file, first.start_nbytes + skipped_nbytes)
+        states[name] = StateEntry(arrays.dtype, scaled_state(flat, name, where), regions)
+    return states
 
 
 def group_states(
@@ -327,13 +353,3 @@ def _one_dtype(found: Sequence[tuple[DType, str]], where: str) -> DType:
                 remedy="put all files of one save, and only those, into the folder",
             )
     return first
-
-
-def _regions(
-    groups: Sequence[tuple[Holding, Group]], name: str, mesh: Mesh, files: FileTable
-) -> tuple[Region | None, ...]:
-    places = {
-        holding.rank: files.region(group.arrays[name], holding.fragment.partition_base)
-        for holding, group in groups
-    }
-    return tuple(places.get(rank) for rank in range(mesh.size))

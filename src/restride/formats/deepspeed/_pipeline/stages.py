@@ -246,13 +246,14 @@ def _read_stage(
 ) -> Stage:
     models: dict[int, ModelFile] = {}
     partitioned: dict[tuple[int, int], ModelFile] = {}
+    before: ModelFile | None = None
     for file in opened:
         tp = file.mp % grid.tp_size
         root = file.root
         if layers is not None:
             root = _with_module(root, layers, tp)
-        model = read_model_file(root, file.name, tp, file.dp)
-        model = replace(model, tp_size=grid.tp_size)
+        before = read_model_file(root, file.name, tp, file.dp, before=before)
+        model = replace(before, tp_size=grid.tp_size)
         if named.get(file.mp):
             model = _with_shapes(model, layers, named[file.mp])
         elif _is_flat(model.optimizer):
