@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 
-from restride.arrays.fingerprint import Digester, scratch_nbytes
+from restride.arrays.fingerprint import Digester
 from restride.checkpoint.catalog import Region, StateEntry
 from restride.checkpoint.dtypes import DTYPES
 from restride.checkpoint.output import Output, OutputFile, OutputTensor
@@ -106,18 +106,19 @@ def test_records_of_a_journal(tmp_path):
 
 
 def test_blocks_that_are_looked_at(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(bytes(MOST_AT_ONE_TIME))
-    total = Digester().digest(bytes(1), 0)
+    path, nbytes = tmp_path / "file", 1 << 17  # so large that each is looked at for itself
+    path.write_bytes(bytes(nbytes))
+    total = Digester().digest(bytes(nbytes), 0)
 
-    def look():
-        extents = (Extent(str(path), n, 1, 0, total) for n in range(MOST_AT_ONE_TIME))
-        return list(find_damage(extents, workers=1, rows=1, on_read=lambda _: None))
+    def look(count):
+        extents = (Extent(str(path), 0, nbytes, 0, total) for _ in range(count))
+        return list(find_damage(extents, workers=1, rows=128, on_read=lambda _: None))
 
-    damaged, _, most = traced(look)
+    _, _, least = traced(lambda: look(1))
+    damaged, _, most = traced(lambda: look(MOST_AT_ONE_TIME))
     once, twice = (
         resuming_nbytes(region_count=0, block_count=times * MOST_AT_ONE_TIME)[1] for times in (1, 2)
     )
 
     assert not damaged
-    require_near(most - 2 * scratch_nbytes(1), once - (twice - once))
+    require_near(most - least, once - (twice - once))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from restride.arrays.fingerprint import Digester, scratch_nbytes
+from restride.arrays.fingerprint import MODULUS, Digester, scratch_nbytes
 from restride.executors.verifying import ROW_NBYTES, Extent, digest_rows, find_damage
 
 
@@ -63,3 +64,53 @@ def test_files_that_end_early_and_files_that_are_gone_are_damage_of_their_extent
     assert (first.position, last.position) == (0, 2)
     assert "No such file" in first.reason
     assert last.reason
+
+
+COUNT = 300
+
+
+def extents_of(path, nbytes):
+    """A file of so many blocks of one size, and what is known of each."""
+    content = bytes(n % 251 for n in range(COUNT * nbytes))
+    path.write_bytes(content)
+    digester = Digester(1)
+    return [
+        Extent(
+            str(path),
+            at,
+            nbytes,
+            0,
+            digester.digest(memoryview(content)[at : at + nbytes], 0) % MODULUS,
+        )
+        for at in range(0, COUNT * nbytes, nbytes)
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("nbytes", [5, 3000])
+def test_every_damaged_block_is_told_of_by_its_number(tmp_path, workers, nbytes):
+    path = tmp_path / "a"
+    extents = extents_of(path, nbytes)
+    damaged = [0, 63, 64, 65, 130, 299]
+    with path.open("r+b") as file:
+        for number in damaged:
+            file.seek(number * nbytes + nbytes - 1)
+            file.write(b"\xff")
+    read = []
+
+    found = list(find_damage(iter(extents), workers=workers, rows=1, on_read=read.append))
+
+    assert [damage.position for damage in found] == damaged
+    assert [damage.extent for damage in found] == [extents[number] for number in damaged]
+    assert {damage.reason for damage in found} == {"other bytes than were written"}
+    assert read == [nbytes] * COUNT
+
+
+def test_a_block_that_cannot_be_read_leaves_its_neighbours_to_be_looked_at(tmp_path):
+    extents = extents_of(tmp_path / "a", 5)
+    extents[2:2] = [Extent(str(tmp_path / "none"), 0, 5, 0, 1)]
+
+    (damage,) = find_damage(extents, workers=1, rows=1, on_read=lambda _: None)
+
+    assert damage.position == 2
+    assert "none" in damage.extent.path

@@ -13,7 +13,7 @@ from restride.frozen import Frozen
 from restride.storage.ranges import FilePool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = ["MOST_AT_ONE_TIME", "ROW_NBYTES", "Damage", "Extent", "digest_rows", "find_damage"]
 
@@ -23,6 +23,8 @@ _MOST_ROWS: Final = 128
 _ROWS_SHARE: Final = 16
 # A pool of threads takes all that it is given at once.
 MOST_AT_ONE_TIME: Final = 1024
+_BUNDLE_NBYTES: Final = 1 << 17
+_MOST_IN_BUNDLE: Final = 64
 
 
 class Extent(Frozen):
@@ -88,27 +90,48 @@ def find_damage(
 
     state = local()
 
-    def look(extent: Extent) -> str:
+    def look(extents: Sequence[Extent]) -> list[str]:
         tools: tuple[Digester, memoryview] | None = getattr(state, "tools", None)
         if tools is None:
             tools = state.tools = Digester(rows), allocate(rows * ROW_NBYTES)
-        try:
-            found = _digest(extent, pool, *tools)
-        except (ExecutionError, FormatError) as error:
-            return error.problem
-        return "" if found == extent.digest else "other bytes than were written"
+        return [_reason(extent, pool, *tools) for extent in extents]
 
     position, left = -1, iter(extents)
     with FilePool() as pool, ThreadPoolExecutor(workers, thread_name_prefix="restride") as threads:
         try:
             while some := tuple(islice(left, MOST_AT_ONE_TIME)):
-                for extent, reason in zip(some, threads.map(look, some), strict=True):
-                    on_read(extent.nbytes)
-                    position += 1
-                    if reason:
-                        yield Damage(position, extent, reason)
+                bundles = list(_bundled(some))
+                for bundle, reasons in zip(bundles, threads.map(look, bundles), strict=True):
+                    for extent, reason in zip(bundle, reasons, strict=True):
+                        on_read(extent.nbytes)
+                        position += 1
+                        if reason:
+                            yield Damage(position, extent, reason)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _bundled(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
+    """Small extents together, since a call of a thread takes longer than to read one."""
+    bundle: list[Extent] = []
+    nbytes = 0
+    for extent in extents:
+        bundle.append(extent)
+        nbytes += extent.nbytes
+        if nbytes >= _BUNDLE_NBYTES or len(bundle) == _MOST_IN_BUNDLE:
+            yield bundle
+            bundle, nbytes = [], 0
+    if bundle:
+        yield bundle
+
+
+def _reason(extent: Extent, pool: FilePool, digester: Digester, buffer: memoryview) -> str:
+    """What is wrong with an extent, or nothing."""
+    try:
+        found = _digest(extent, pool, digester, buffer)
+    except (ExecutionError, FormatError) as error:
+        return error.problem
+    return "" if found == extent.digest else "other bytes than were written"
 
 
 def _digest(extent: Extent, pool: FilePool, digester: Digester, buffer: memoryview) -> int:
