@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from restride.arrays.fingerprint import MODULUS, Digester, scratch_nbytes
 from restride.executors.verifying import ROW_NBYTES, Extent, digest_rows, find_damage
 
 
+@example(budget=1 << 24, workers=8)
+@example(budget=16 * 3 * scratch_nbytes(16), workers=3)
 @given(budget=st.integers(1, 1 << 28), workers=st.integers(1, 64))
 def test_digesters_are_as_large_as_a_sixteenth_of_a_budget_lets_all_workers_have(budget, workers):
     rows = digest_rows(budget, workers)
