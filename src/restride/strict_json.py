@@ -90,13 +90,16 @@ def parse(text: str | bytes) -> object:
         if repeated:
             _refuse_repeated(value, "$")
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise FormatError(f"it is no UTF-8 text ({error.reason})", where="$") from None
+        raise FormatError(f"it is no UTF-8 text ({error.reason})") from None
     except RecursionError:
-        raise FormatError("the JSON is nested too deep", where="$") from None
+        raise FormatError("the JSON is nested too deep") from None
     except FormatError:
         raise
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}: {error.msg.lower()}"
+        raise FormatError(f"it is no JSON ({place if text else 'it is empty'})") from None
     except ValueError as error:
-        raise FormatError(f"it is no JSON ({error})", where="$") from None
+        raise FormatError(f"it is no JSON ({error})") from None
     return value
 
 

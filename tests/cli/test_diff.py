@@ -313,6 +313,25 @@ def test_a_check_is_against_an_output_by_its_folder_and_a_manifest_by_any_name(
         assert f"all 65 fingerprints in {against} are those of the checkpoint" in checked.out
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "it is no JSON (it is empty)"),
+        ('{"a":\n ]', "it is no JSON (line 2, column 2: expecting value)"),
+        ("{}", "$.format: it is no file of fingerprints: those have the format "),
+    ],
+)
+def test_a_check_against_another_file_says_what_is_wrong_with_it(
+    tmp_path: Path, content: str, problem: str
+) -> None:
+    (tmp_path / "f.json").write_text(content)
+
+    checked = run("check", SAMPLE, "--against", tmp_path / "f.json")
+
+    assert checked.code == 2
+    assert checked.err.startswith(f"restride: {tmp_path}/f.json: {problem}")
+
+
 def test_a_check_waits_for_no_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
 
