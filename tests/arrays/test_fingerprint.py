@@ -13,6 +13,7 @@ from restride.arrays.fingerprint import (
     block_weights,
     finish,
     row_weights,
+    weight_addresses,
     word_weights,
 )
 from restride.testing.fingerprints import digest_slowly
@@ -180,3 +181,7 @@ def test_no_corruption_goes_unnoticed(corrupt):
     # Not only different from the original, but from each other.
     assert len(contents) > 5
     assert len(fingerprints) == len(contents)
+
+
+def test_the_kernel_is_given_weights_that_lie_where_vectors_begin():
+    assert [address % 64 for address in weight_addresses()] == [0, 0]
