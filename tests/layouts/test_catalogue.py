@@ -88,7 +88,7 @@ def test_an_argument_is_read_from_text(name, parameter, text, value):
         ("split", "shape", "3072*1024", "--shape: '3072\\*1024' is no integer; write a shape as"),
         ("split", "shape", "", "--shape: '' is no integer"),
         ("split", "shape", "3x", "is no integer"),
-        ("split", "mesh", "tp", "--mesh: mesh 'tp' has no size"),
+        ("split", "mesh", "tp", "--mesh: 'tp' is no axis with a size; write the mesh as tp=4,dp=2"),
         ("split", "dim", "1.0", "'1.0' is no integer"),
         ("split", "dim", "²", "is no integer"),
         ("replicated", "scale", "1/0", "divides by zero"),
