@@ -197,7 +197,7 @@ def test_one_that_another_program_wrote_again_is_refused():
     value = json.loads(manifest_to_json(MANIFEST))
 
     for content in (json.dumps(value), json.dumps(value, indent=2)):
-        with pytest.raises(CorruptError, match="m: it is not as it was written"):
+        with pytest.raises(CorruptError, match=r"^m: it is not .*: it is cut off, or another prog"):
             manifest_from_json(content.encode(), where="m")
 
 

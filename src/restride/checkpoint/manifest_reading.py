@@ -277,7 +277,8 @@ def _require_format(start: bytes) -> None:
 def _found(window: _Window, wanted: bytes) -> int:
     found = window.find(wanted)
     if found < 0:
-        raise CorruptError(f"{_EDITED}: what starts at byte {window.start_nbytes} has no end")
+        start = f"from byte {window.start_nbytes} on " if window.start_nbytes else ""
+        raise CorruptError(f"{_EDITED}: {start}it is cut off, or another program wrote it again")
     return found
 
 
