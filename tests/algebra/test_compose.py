@@ -19,7 +19,7 @@ from restride.algebra.mesh import Mesh, as_mesh
 from restride.algebra.piece import Axis, Piece
 from restride.algebra.transfer import Transfer, TransferAxis
 from restride.algebra.walks import Walk, join
-from restride.errors import LayoutError, ShapeMismatchError
+from restride.errors import LayoutError, ShapeMismatchError, UnsupportedError
 from restride.layouts import bigcode_qkv, codegen_qkv, replicated, split, sub_params
 from restride.testing.oracles import (
     chain_by_walking,
@@ -467,3 +467,15 @@ def test_cuts_that_do_not_fit_are_not_chained(inner, options, problem):
         chain(outer, inner, mesh=as_mesh("zero=2,tp=2"), **options)
 
     assert str(caught.value).startswith(problem)
+
+
+def test_pieces_that_all_lie_in_one_place_are_not_matched_for_days(monkeypatch):
+    monkeypatch.setattr("restride.algebra.compose._MOST_PAIRS", 99)
+    piece = Piece((Axis(4, 1, 0, 1),))
+    few, many = (Layout.of({"tp": 1}, (4,), [(4,)], [piece] * count) for count in (9, 12))
+
+    assert compose(few, few).descriptors
+    with pytest.raises(
+        UnsupportedError, match=r"12 pieces .* 9 of the other .* more than 99 pairs"
+    ):
+        compose(many, few)

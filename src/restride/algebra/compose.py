@@ -5,7 +5,7 @@ The ranks ride along as one more stride, so one call gives the transfers of all 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from restride.algebra.canonical import canonicalize, piece_of_walk
 from restride.algebra.intersect import join_pieces
@@ -13,7 +13,7 @@ from restride.algebra.layout import Layout, Padding, shape_runs
 from restride.algebra.piece import Axis, Piece
 from restride.algebra.transfer import PURE, Transfer, Transfers
 from restride.algebra.walks import Walk, join, merge
-from restride.errors import LayoutError, ShapeMismatchError
+from restride.errors import LayoutError, ShapeMismatchError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from restride.algebra.mesh import Mesh
 
 __all__ = ["chain", "compose"]
+
+# Some minutes. What a file says of pieces that all lie in one place would take days.
+_MOST_PAIRS: Final = 1 << 24
 
 
 def compose(full_to_target: Layout, source_to_full: Layout, /) -> Transfers:
@@ -38,7 +41,8 @@ def compose(full_to_target: Layout, source_to_full: Layout, /) -> Transfers:
 
     Raises:
         ShapeMismatchError: The full tensors differ in shape or unit.
-        UnsupportedError: The axes of a piece reach over each other in too many ways.
+        UnsupportedError: The axes of a piece reach over each other in too many ways, or the pieces
+            of both layouts do so in more than 16 million pairs.
 
     Cost:
         O(pieces * pieces) joins, independent of sizes and of the number of ranks where the strides
@@ -55,7 +59,14 @@ def compose(full_to_target: Layout, source_to_full: Layout, /) -> Transfers:
     """
     _require_same_tensor(full_to_target, source_to_full)
     by_scale: dict[Fraction, list[list[Walk]]] = {}
-    for target, source in _meeting(full_to_target.all_pieces, source_to_full.all_pieces):
+    meeting = _meeting(full_to_target.all_pieces, source_to_full.all_pieces)
+    for number, (target, source) in enumerate(meeting):
+        if number == _MOST_PAIRS:
+            counts = [len(side.all_pieces) for side in (full_to_target, source_to_full)]
+            raise UnsupportedError(
+                f"the {counts[0]:,} pieces of one layout and {counts[1]:,} of the other reach over "
+                f"each other in more than {_MOST_PAIRS:,} pairs"
+            )
         found = join_pieces(target, source)
         if found:
             by_scale.setdefault(target.scale / source.scale, []).append(found)
